@@ -1,0 +1,188 @@
+"""Our checkpoint folder: a Hugging Face folder that says all about itself. Written by the pipeline, loaded here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rotaquant.checkpoint.sources import open_source, quiet_transformers, read_config, read_tokenizer
+from rotaquant.errors import RotaquantError
+from rotaquant.integrations.headers import read_headers
+from rotaquant.integrations.transformers import QUANT_METHOD, RotaquantConfig, register
+from rotaquant.recipe import IntFormat, Recipe
+from rotaquant.runtime import ModelLayout, resolve_device
+
+REPORT = "quantization_report.json"
+_INDEX = "model.safetensors.index.json"
+
+
+def is_quantized_folder(path: str | Path) -> bool:
+    """Whether `path` is a finished folder of ours."""
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        return False
+    try:
+        fields = json.loads(config.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return False
+    method: Any = (fields.get("quantization_config") or {}).get("quant_method")
+    return bool(method == QUANT_METHOD)
+
+
+def load(
+    folder: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "auto"
+) -> PreTrainedModel:
+    """Load a quantized folder, ready to run.
+
+    `dtype` is that of activations and unquantized parts, by default as saved. Raises `RotaquantError` naming the
+    file or tensor for a folder that is incomplete, damaged, newer than this version, or not quantized by rotaquant.
+    """
+    path = Path(folder)
+    target = resolve_device(device)
+    quantized_config(path)
+    read_headers(_shards(path))
+    register()
+    with quiet_transformers():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+    return model.to(target).eval()
+
+
+def open_float_model(model: str | Path, *, device: str | torch.device = "auto") -> PreTrainedModel:
+    """The float model of a hub id, folder or .gguf file, whole, in its own dtype."""
+    target = resolve_device(device)
+    source = open_source(model)
+    skeleton, _ = source.skeleton()
+    for name, child in skeleton.named_children():
+        source.fill(child, name, device=target, dtype=source.dtype)
+    return skeleton.to(target).eval()
+
+
+def open_tokenizer(model: str | Path) -> Any:
+    """The tokenizer of a hub id, folder (quantized or not) or .gguf file."""
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return read_tokenizer(path.parent, path.name)
+    if is_quantized_folder(path):
+        return read_tokenizer(path)
+    source = open_source(model)
+    assert source.folder is not None
+    return read_tokenizer(source.folder)
+
+
+def quantized_config(path: Path) -> RotaquantConfig:
+    """The quantization config of a folder of ours, checked; raises `RotaquantError` for any other folder."""
+    register()
+    if path.exists() and path.is_dir() and (path / "config.json").is_file() and not is_quantized_folder(path):
+        raise RotaquantError(f"{path} was not quantized by rotaquant: quantize it first, or load it with transformers")
+    fields = read_config(path).quantization_config
+    return RotaquantConfig(**(fields if isinstance(fields, dict) else fields.to_dict()))
+
+
+def _shards(path: Path) -> list[Path]:
+    index = path / _INDEX
+    if not index.is_file():
+        single = path / "model.safetensors"
+        if single.is_file():  # written by save_pretrained
+            return [single]
+        raise RotaquantError(f"{path} lacks {_INDEX}: it is incomplete; copy or quantize it again")
+    return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Size of one kind of module over all blocks, in bytes, against the original's dtype."""
+
+    name: str
+    format: str
+    bytes: int
+    original_bytes: int
+    bits_per_weight: float
+
+
+@dataclass(frozen=True)
+class FolderSummary:
+    """What `rotaquant inspect` tells: recipe, rotation sites, sizes and remarks of the quantizing run."""
+
+    recipe: Recipe
+    rotation_seed: int
+    sites: dict[str, str]
+    rows: tuple[TensorGroup, ...]
+    total_bytes: int
+    original_bytes: int
+    base_model: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def quantized_bits_per_weight(self) -> float:
+        """Bits on disk per weight of the quantized linears, scales included."""
+        linears = [row for row in self.rows if row.name.endswith("_proj")]
+        bits = sum(row.bytes for row in linears) * 8
+        weights = sum(row.bytes * 8 / row.bits_per_weight for row in linears if row.bits_per_weight)
+        return bits / weights if weights else 0.0
+
+
+def inspect_folder(path: str | Path) -> FolderSummary:
+    """Read headers and configs of a quantized folder; no tensor is loaded."""
+    folder = Path(path)
+    config = quantized_config(folder)
+    layout = config.layout
+    headers = read_headers(_shards(folder))
+    report = json.loads((folder / REPORT).read_text()) if (folder / REPORT).is_file() else {}
+    item = torch.empty(0, dtype=layout.torch_scale_dtype()).element_size()
+    rows = _group(headers, layout, item)
+    return FolderSummary(
+        recipe=layout.recipe,
+        rotation_seed=layout.rotation.seed,
+        sites=layout.rotation.describe(),
+        rows=rows,
+        total_bytes=sum(row.bytes for row in rows),
+        original_bytes=int(report.get("original_bytes", sum(row.original_bytes for row in rows))),
+        base_model=report.get("base_model"),
+        notes=tuple(report.get("notes", ())),
+    )
+
+
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
+
+
+def _group(
+    headers: dict[str, tuple[tuple[int, ...], str]], layout: ModelLayout, item: int
+) -> tuple[TensorGroup, ...]:
+    stored: dict[str, int] = {}
+    weights: dict[str, int] = {}
+    quantized: set[str] = set()
+    for name, (shape, tag) in headers.items():
+        module, _, kind = name.rpartition(".")
+        group = module.rpartition(".")[2]
+        count = 1
+        for extent in shape:
+            count *= extent
+        stored[group] = stored.get(group, 0) + count * _ITEM_BYTES[tag]
+        if kind == "weight_packed":
+            quantized.add(group)
+            assert layout.recipe.weights is not None
+            # Rows are padded to whole words; the scale's module shape gives the exact count.
+            weights[group] = weights.get(group, 0) + shape[0] * (shape[1] * 32 // layout.recipe.weights.bits)
+        elif kind not in {"weight_scale", "weight_shape"}:
+            weights[group] = weights.get(group, 0) + count
+    return tuple(
+        TensorGroup(
+            name=group,
+            format=_format(layout.recipe.weights) if group in quantized else layout.scale_dtype,
+            bytes=stored[group],
+            original_bytes=weights[group] * item,
+            bits_per_weight=stored[group] * 8 / weights[group] if weights[group] else 0.0,
+        )
+        for group in sorted(stored)
+    )
+
+
+def _format(fmt: IntFormat | None) -> str:
+    if fmt is None:
+        return "float"
+    return f"int{fmt.bits}, " + (f"groups of {fmt.group_size}" if fmt.group_size else "per channel")

@@ -1,0 +1,239 @@
+"""Open a float model lazily: a Hugging Face folder, a hub id, a GGUF file, or a model in memory.
+
+A `Source` hands out single tensors under their transformers names, so that no step needs the whole model in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rotaquant.architectures import Architecture, describe, require_supported
+from rotaquant.checkpoint.gguf import gguf_config, gguf_tensors
+from rotaquant.errors import RotaquantError
+from rotaquant.integrations.headers import read_headers
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A float model to read from: `read(name)` gives one tensor, `name` says where it comes from."""
+
+    name: str
+    config: Any
+    dtype: torch.dtype
+    read: Callable[[str], Tensor]
+    folder: Path | None
+    gguf_file: str | None = None
+    tokenizer: Any = None
+
+    def skeleton(self) -> tuple[PreTrainedModel, Architecture]:
+        """The model without weights (meta device, head untied, buffers computed), and its roles."""
+        config = copy.deepcopy(self.config)
+        untie(config)
+        with torch.device("meta"), quiet_transformers():
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
+        model.eval()
+        compute_buffers(model)
+        return model, describe(model)
+
+    def fill(self, module: nn.Module, prefix: str, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Give a skeleton module its weights. Raises for a missing, misshapen or non-finite tensor, naming it."""
+        for name, parameter in list(module.named_parameters()):
+            full = f"{prefix}.{name}"
+            tensor = self.read(full)
+            if tensor.shape != parameter.shape:
+                raise RotaquantError(
+                    f"tensor {full} has shape {list(tensor.shape)}, the config asks for {list(parameter.shape)}"
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise RotaquantError(f"tensor {full} of {self.name} holds NaN or infinity; get an undamaged copy")
+            owner = module.get_submodule(name.rpartition(".")[0])
+            value = nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True), requires_grad=False)
+            setattr(owner, name.rpartition(".")[2], value)
+
+
+def untie(config: Any) -> None:
+    """Say at every level of the config that the head has its own weight."""
+    config.tie_word_embeddings = False
+    text = config.get_text_config()
+    text.tie_word_embeddings = False
+
+
+def compute_buffers(model: PreTrainedModel, device: str | torch.device = "cpu") -> None:
+    """Compute the buffers that no checkpoint holds (RoPE frequencies) as `from_pretrained` does."""
+    for module in model.modules():
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+            model._init_weights(module)
+
+
+def open_source(model: str | Path | PreTrainedModel) -> Source:
+    """A lazily read source for a hub id, a folder, a .gguf file or a model in memory.
+
+    Raises `RotaquantError` for what is missing, empty, unsupported or already quantized.
+    """
+    if isinstance(model, PreTrainedModel):
+        return _in_memory(model)
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return _from_gguf(path)
+    return _from_folder(path if path.exists() else _download(str(model)), str(model))
+
+
+def _in_memory(model: PreTrainedModel) -> Source:
+    _refuse_quantized(model.config, type(model).__name__)
+    require_supported(model.config.model_type)
+    tensors = model.state_dict()
+    read = _reader(tensors.__getitem__, set(tensors), model.config, "the model in memory")
+    origin = str(getattr(model.config, "name_or_path", "") or "")
+    folder = Path(origin) if origin and Path(origin).is_dir() else None
+    return Source(origin or type(model).__name__, model.config, model.dtype, read, folder)
+
+
+def _from_gguf(path: Path) -> Source:
+    if not path.is_file():
+        raise RotaquantError(f"GGUF file {path} does not exist")
+    config = gguf_config(path)
+    require_supported(config.model_type)
+    with torch.device("meta"), quiet_transformers():
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    names, load = gguf_tensors(path, skeleton)
+    read = _reader(load, names, config, str(path))
+    # A GGUF file's own block formats are not computed in; transformers unpacks them to float32, and so do we.
+    return Source(str(path), config, torch.float32, read, path.parent, gguf_file=path.name)
+
+
+def _from_folder(path: Path, name: str) -> Source:
+    config = read_config(path)
+    _refuse_quantized(config, str(path))
+    require_supported(config.model_type)
+    index = path / _INDEX
+    if index.is_file():
+        weight_map: dict[str, str] = _read_json(index)["weight_map"]
+    elif (path / _SINGLE).is_file():
+        weight_map = {tensor: _SINGLE for tensor in read_headers([path / _SINGLE])}
+    else:
+        raise RotaquantError(f"{path} holds no {_SINGLE} and no {_INDEX}; convert the weights to safetensors first")
+    read_headers(sorted({path / file for file in weight_map.values()}))
+
+    def load(tensor: str) -> Tensor:
+        with safe_open(path / weight_map[tensor], framework="pt") as opened:
+            value: Tensor = opened.get_tensor(tensor)
+        return value
+
+    read = _reader(load, set(weight_map), config, str(path))
+    dtype = getattr(config, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        dtype = next(read(tensor) for tensor in weight_map).dtype
+    return Source(name, config, dtype, read, path)
+
+
+def _reader(load: Callable[[str], Tensor], names: set[str], config: Any, where: str) -> Callable[[str], Tensor]:
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+
+    def read(name: str) -> Tensor:
+        if name not in names and tied and name == "lm_head.weight":
+            name = next(candidate for candidate in names if candidate.endswith("embed_tokens.weight"))
+        if name not in names:
+            raise RotaquantError(f"{where} lacks tensor {name}: the checkpoint is incomplete")
+        return load(name)
+
+    return read
+
+
+def read_config(path: Path) -> Any:
+    """The transformers config of a folder; raises naming the folder when it is missing, empty or no model."""
+    if not path.exists():
+        raise RotaquantError(f"{path} does not exist")
+    if not path.is_dir():
+        raise RotaquantError(f"{path} is neither a model folder nor a .gguf file")
+    if not any(path.iterdir()):
+        raise RotaquantError(f"{path} is empty")
+    if not (path / "config.json").is_file():
+        raise RotaquantError(f"{path} holds no config.json: it is no (finished) model folder")
+    fields = _read_json(path / "config.json")
+    require_supported(str(fields.get("model_type")))
+    return AutoConfig.from_pretrained(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RotaquantError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RotaquantError(f"{path} does not hold a JSON object")
+    return fields
+
+
+def _refuse_quantized(config: Any, name: str) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        method = fields.get("quant_method")
+        raise RotaquantError(f"{name} is already quantized ({method}); give the float model it was made from")
+
+
+def _download(model: str) -> Path:
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except HFValidationError as error:
+        raise RotaquantError(f"{model} does not exist, and is no hub id") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise RotaquantError(
+            f"{model} is no local folder, and cannot be fetched from the hub: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' advice about models that are deliberately empty off the terminal."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def load_tokenizer(source: Source) -> Any:
+    """The source's tokenizer; raises `RotaquantError` where there is none."""
+    if source.tokenizer is not None:
+        return source.tokenizer
+    if source.folder is None:
+        raise RotaquantError(f"{source.name} has no tokenizer: save model and tokenizer to a folder, and give that")
+    return read_tokenizer(source.folder, source.gguf_file)
+
+
+def read_tokenizer(folder: Path, gguf_file: str | None = None) -> Any:
+    """The tokenizer of a folder or GGUF file; raises `RotaquantError` naming the folder where there is none."""
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf_file} if gguf_file else {}))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RotaquantError(
+            f"{folder} has no usable tokenizer ({_first_line(error)}); add tokenizer.json and tokenizer_config.json"
+        ) from error

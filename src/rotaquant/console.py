@@ -1,0 +1,308 @@
+"""What a person sees: progress on stderr, tables on stdout.
+
+On a terminal progress is a live bar; anywhere else it is one plain line a block: a log stays readable.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rotaquant.recipe import IntFormat, Recipe
+
+if TYPE_CHECKING:
+    from rotaquant.checkpoint import FolderSummary
+    from rotaquant.evaluate import Perplexity, Row
+    from rotaquant.pipeline import QuantizationReport, Step
+
+# A table that is piped into a file shall not be folded at the 80 columns that rich assumes there.
+_PIPED_WIDTH = 160
+
+
+def human_size(size: float) -> str:
+    """A number of bytes in decimal units: `812 B`, `97.3 MB`, `14.20 GB`."""
+    if size >= 1e9:
+        return f"{size / 1e9:.2f} GB"
+    if size >= 1e6:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size / 1e3:.1f} kB" if size >= 1e3 else f"{size:.0f} B"
+
+
+def human_time(seconds: float) -> str:
+    """A duration as `m:ss`, or `h:mm:ss` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def peak_memory() -> str:
+    """The most memory this process has held so far, and the most on CUDA devices where one is in use."""
+    parts = []
+    try:
+        import resource
+    except ImportError:  # Windows
+        pass
+    else:
+        # Kilobytes on Linux, bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        parts.append(human_size(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        parts.append(f"GPU {human_size(sum(torch.cuda.max_memory_allocated(device) for device in devices))}")
+    return ", ".join(parts) or "unknown"
+
+
+class BlockClock:
+    """How long the blocks that are left will take, from those that are finished, phase by phase.
+
+    Phases may alternate block by block; a phase that starts over is timed anew.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began: dict[str, tuple[int, float]] = {}
+        self._current: dict[str, tuple[int, float]] = {}
+
+    def see(self, step: Step) -> float | None:
+        """Seconds left when `step` is reported, or `None` before the first block is finished."""
+        now = self._now()
+        block, since = self._current.get(step.phase, (step.block, now))
+        if step.phase not in self._began or step.block < block:
+            # A resumed run begins in the middle: blocks done by an earlier one must not count as fast.
+            self._began[step.phase] = (step.block, now)
+        if step.block != block:
+            block, since = step.block, now
+        self._current[step.phase] = (block, since)
+        first, began = self._began[step.phase]
+        if block == first:
+            return None
+        each = (since - began) / (block - first)
+        return max(0.0, each * (step.blocks - block) - (now - since))
+
+
+class Progress:
+    """Receives steps and shows them; `notes` collects the remarks among them, each shown once."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._clock = BlockClock()
+
+    def on_step(self, step: Step) -> None:
+        """Show one progress event."""
+        if step.note is not None and step.note not in self.notes:
+            self.notes.append(step.note)
+            self.show_note(step.note)
+        self.show_step(step, self._clock.see(step))
+
+    def show_step(self, step: Step, seconds_left: float | None) -> None:
+        """Shows nothing here."""
+
+    def show_note(self, note: str) -> None:
+        """Shows nothing here."""
+
+    def close(self) -> None:
+        """Show what was held back."""
+
+
+class PlainProgress(Progress):
+    """One flushed line for every block when it is finished, with its worst module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: Step | None = None
+        self._worst: tuple[float, str] | None = None
+
+    def show_step(self, step: Step, seconds_left: float | None) -> None:
+        last = self._last
+        if last is not None and (last.phase, last.block) != (step.phase, step.block):
+            self._finish(last, seconds_left if last.phase == step.phase else None)
+        elif last is None:
+            _say(f"{step.phase}: {step.blocks} {_unit(step)}{'s' if step.blocks != 1 else ''}")
+        self._last = step
+        if step.error is not None and (self._worst is None or step.error > self._worst[0]):
+            self._worst = (step.error, step.module)
+
+    def show_note(self, note: str) -> None:
+        _say(f"warning: {note}")
+
+    def close(self) -> None:
+        if self._last is not None:
+            self._finish(self._last, None)
+            self._last = None
+
+    def _finish(self, step: Step, seconds_left: float | None) -> None:
+        parts = [f"{step.phase}: {_unit(step)} {step.block + 1}/{step.blocks}"]
+        if self._worst is not None:
+            parts.append(f"largest error {self._worst[0]:.4f} at {self._worst[1]}")
+        if seconds_left is not None:
+            parts.append(f"{human_time(seconds_left)} left")
+        parts.append(f"peak memory {peak_memory()}")
+        _say(", ".join(parts))
+        self._worst = None
+
+
+class LiveProgress(Progress):
+    """A bar that is drawn over: block, module and error, time left, peak memory."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._began = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def show_step(self, step: Step, seconds_left: float | None) -> None:
+        left = "…" if seconds_left is None else human_time(seconds_left)
+        grid = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(step.blocks, 1), completed=step.block, width=30)
+        place = f"{_unit(step)} {step.block + 1}/{step.blocks}"
+        grid.add_row(Text(step.phase, style="bold"), bar, place, f"{left} left")
+        error = "" if step.error is None else f"relative error {step.error:.4f}"
+        elapsed = human_time(time.monotonic() - self._began)
+        detail = Text("  ".join(filter(None, (step.module, error))))
+        self._live.update(Group(grid, detail, Text(f"peak memory {peak_memory()}, {elapsed} so far", "dim")))
+
+    def show_note(self, note: str) -> None:
+        self._live.console.print(f"warning: {note}", style="yellow", markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+@contextmanager
+def progress(enabled: bool = True) -> Iterator[Progress]:
+    """Something to hand `on_step` of to whatever takes long; it writes to stderr alone.
+
+    `enabled=False` shows nothing and still collects notes.
+    """
+    console = Console(stderr=True)
+    shown: Progress
+    if not enabled:
+        shown = Progress()
+    else:
+        shown = LiveProgress(console) if console.is_terminal else PlainProgress()
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+def bits_text(recipe: Recipe | None) -> str:
+    """Bits of weights / activations / keys and values, such as `4/4/4`; `-` is the model's own dtype."""
+    if recipe is None:
+        return "-/-/-"
+    keys, values = _bits(recipe.keys), _bits(recipe.values)
+    cache = keys if keys == values else f"K{keys} V{values}"
+    return f"{_bits(recipe.weights)}/{_bits(recipe.activations)}/{cache}"
+
+
+def _bits(fmt: IntFormat | None) -> str:
+    return "-" if fmt is None else str(fmt.bits)
+
+
+def print_perplexity(result: Perplexity) -> None:
+    """One perplexity with the protocol it was measured by."""
+    _print_fields(
+        [
+            ("perplexity", f"{result.perplexity:.4f}"),
+            ("model", result.model),
+            ("recipe", result.recipe),
+            ("protocol", result.protocol),
+        ]
+    )
+
+
+def print_report(report: QuantizationReport, shown_notes: Sequence[str]) -> None:
+    """What quantizing made; notes that progress has shown are not repeated."""
+    share = report.bytes_on_disk / report.original_bytes if report.original_bytes else 0.0
+    size = human_size(report.bytes_on_disk)
+    _print_fields(
+        [
+            ("written to", str(report.output)),
+            ("recipe", report.recipe.name),
+            ("size on disk", f"{size}, {share:.0%} of {human_size(report.original_bytes)}"),
+            ("quantized linears", f"{report.bits_per_weight:.2f} bits a weight"),
+            ("time", human_time(report.seconds)),
+            ("peak memory", human_size(report.peak_memory_bytes)),
+            *(("note", note) for note in report.notes if note not in shown_notes),
+        ]
+    )
+
+
+def print_comparison(rows: Sequence[Row]) -> None:
+    """The recipes of a comparison side by side, and the protocol that they share."""
+    table = _table("recipe", "perplexity", "bits W/A/KV", "bits/weight", "size on disk")
+    for row in rows:
+        table.add_row(
+            Text(row.name),
+            f"{row.perplexity.perplexity:.3f}",
+            bits_text(row.recipe),
+            f"{row.bits_per_weight:.2f}",
+            human_size(row.size),
+        )
+    out = _out()
+    out.print(table)
+    out.print(rows[0].perplexity.protocol, markup=False, highlight=False)
+
+
+def print_summary(summary: FolderSummary) -> None:
+    """What a quantized folder holds: formats, rotation sites, sizes against the original."""
+    from rotaquant.checkpoint.card import describe_format
+
+    recipe = summary.recipe
+    share = summary.total_bytes / summary.original_bytes if summary.original_bytes else 0.0
+    total, original = human_size(summary.total_bytes), human_size(summary.original_bytes)
+    formats = (recipe.weights, recipe.activations, recipe.keys, recipe.values)
+    names = ("weights", "activations", "keys", "values")
+    _print_fields(
+        [
+            ("base model", summary.base_model or "unknown"),
+            ("recipe", recipe.name),
+            *((name, describe_format(fmt)) for name, fmt in zip(names, formats, strict=True)),
+            ("size on disk", f"{total}, {share:.0%} of {original}"),
+            ("rotation seed", str(summary.rotation_seed)),
+            *((f"rotation {site}", text) for site, text in summary.sites.items()),
+            *(("note", note) for note in summary.notes),
+        ]
+    )
+    table = _table("module", "format", "size", "original", "bits/weight", text_columns=2)
+    for row in summary.rows:
+        sizes = (human_size(row.bytes), human_size(row.original_bytes))
+        table.add_row(Text(row.name), Text(row.format), *sizes, f"{row.bits_per_weight:.2f}")
+    _out().print(table)
+
+
+def _table(*columns: str, text_columns: int = 1) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < text_columns else "right", no_wrap=True)
+    return table
+
+
+def _print_fields(fields: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in fields)
+    for name, value in fields:
+        sys.stdout.write(f"{name:<{width}}  {value}\n")
+
+
+def _out() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPED_WIDTH)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _unit(step: Step) -> str:
+    return "window" if step.phase.endswith("evaluating") else "block"

@@ -1,0 +1,1 @@
+"""How other libraries load what we write."""

@@ -1,0 +1,78 @@
+"""transformers' loader for our checkpoints: `AutoModelForCausalLM.from_pretrained(folder)` after importing rotaquant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from rotaquant.errors import RotaquantError
+from rotaquant.integrations.headers import require_matching_tensors
+from rotaquant.runtime import ModelLayout, install
+from rotaquant.runtime.attention import register_attention
+
+QUANT_METHOD = "rotaquant"
+FORMAT_VERSION = 1
+
+
+class RotaquantConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of a checkpoint: format version, and the fields of `ModelLayout`."""
+
+    def __init__(self, quant_method: str = QUANT_METHOD, format_version: int = FORMAT_VERSION, **fields: Any) -> None:
+        if not isinstance(format_version, int) or format_version > FORMAT_VERSION:
+            raise RotaquantError(
+                f"the checkpoint has format version {format_version}, this rotaquant reads up to {FORMAT_VERSION}: "
+                "upgrade rotaquant (pip install -U rotaquant)"
+            )
+        self.quant_method = QUANT_METHOD
+        self.format_version = format_version
+        layout = _parse_layout(fields)
+        self.__dict__.update(layout.model_dump(mode="json"))
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The description that the runtime is built from."""
+        return _parse_layout({name: self.__dict__[name] for name in ModelLayout.model_fields})
+
+
+def _parse_layout(fields: dict[str, Any]) -> ModelLayout:
+    try:
+        return ModelLayout.model_validate(fields)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise RotaquantError(f"quantization_config is damaged at {where}: {fault['msg']}") from error
+
+
+class RotaquantQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Builds the quantized modules before transformers loads the tensors into them."""
+
+    requires_calibration = True
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        install(model, self.quantization_config.layout)
+        files = kwargs.get("checkpoint_files")
+        if files:
+            require_matching_tensors(model, files)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """`save_pretrained` of a loaded model writes the same checkpoint again."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Integer codes have no gradients."""
+        return False
+
+
+def register() -> None:
+    """Make the format and the attention known to transformers; a second call changes nothing."""
+    if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(QUANT_METHOD)(RotaquantConfig)
+        register_quantizer(QUANT_METHOD)(RotaquantQuantizer)
+    register_attention()

@@ -1,0 +1,310 @@
+"""The method on one page: open, describe, check, fold, rotate, quantize, save; a block at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from rotaquant.architectures import Architecture, Block
+from rotaquant.calibration import BlockArguments, BlockRecord, quantize_block, record_block_inputs, run_block
+from rotaquant.checkpoint.card import model_card
+from rotaquant.checkpoint.folder import REPORT, inspect_folder, is_quantized_folder
+from rotaquant.checkpoint.sources import Source, load_tokenizer, open_source, untie
+from rotaquant.checkpoint.writer import PartialFolder, require_space, require_usable_output
+from rotaquant.data import Calibration, calibration_sequences, read_text, tokenize
+from rotaquant.errors import RotaquantError
+from rotaquant.integrations.transformers import RotaquantConfig, register
+from rotaquant.invariance_gate import require_invariance
+from rotaquant.recipe import Recipe, resolve_recipe
+from rotaquant.rotation.fuse import fold_block_norms, fuse_ends, rotate_block
+from rotaquant.rotation.plan import plan_rotations
+from rotaquant.runtime import ModelLayout, resolve_device
+from rotaquant.runtime.layout import float_layout, require_fitting_groups
+from rotaquant.runtime.linear import QuantizedLinear
+
+
+@dataclass(frozen=True)
+class Step:
+    """One progress event: the phase, the block (from 0, of `blocks`), a module and its relative output error."""
+
+    phase: str
+    block: int
+    blocks: int
+    module: str = ""
+    error: float | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What a run made: sizes in bytes, bits on disk per quantized weight, time in seconds, remarks."""
+
+    output: Path
+    recipe: Recipe
+    bytes_on_disk: int
+    original_bytes: int
+    bits_per_weight: float
+    seconds: float
+    peak_memory_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Run:
+    """What one run carries from block to block."""
+
+    source: Source
+    model: PreTrainedModel
+    architecture: Architecture
+    layout: ModelLayout
+    device: torch.device
+    on_step: Callable[[Step], None]
+    folder: PartialFolder
+    records: list[BlockRecord] = field(default_factory=list)
+
+
+def quantize(
+    model: str | Path | PreTrainedModel,
+    recipe: str | Path | Recipe = "w4a4kv4",
+    *,
+    output: str | Path,
+    calibration: str | Path | Calibration | Tensor = "wikitext2",
+    device: str | torch.device = "auto",
+    seed: int = 0,
+    on_step: Callable[[Step], None] | None = None,
+) -> QuantizationReport:
+    """Rotate and quantize a model into the folder `output` (arXiv 2404.00456).
+
+    `model` is a hub id, a folder, a .gguf file or a float model in memory (left as it is); `calibration` a named text,
+    a file, a `Calibration`, or token ids `[sequences, length]`. Raises `RotaquantError` for bad input before any
+    work is done; `output` appears only when it is complete.
+    """
+    started = time.monotonic()
+    step = on_step or (lambda _: None)
+    chosen, target, folder = resolve_recipe(recipe), resolve_device(device), Path(output)
+    require_usable_output(folder)
+    source = open_source(model)
+    skeleton, architecture = source.skeleton()
+    require_fitting_groups(architecture, chosen)
+    layout = ModelLayout(
+        recipe=chosen,
+        rotation=plan_rotations(architecture, chosen.rotations, seed),
+        scale_dtype=str(source.dtype).removeprefix("torch."),
+    )
+    tokenizer = load_tokenizer(source) if source.folder is not None or source.gguf_file else None
+    sequences, note = _calibration_sequences(source, tokenizer, chosen, calibration, seed)
+    if note:
+        step(Step("reading", 0, len(architecture.blocks), note=note))
+    require_space(folder, _expected_bytes(skeleton, architecture, layout))
+    require_invariance(source, layout, target, lambda index: step(Step("checking", index, len(architecture.blocks))))
+    partial = PartialFolder(folder, len(architecture.blocks) + 2, _fingerprint(source, layout, sequences))
+    run = _Run(source, skeleton, architecture, layout, target, step, partial)
+    _quantize_blocks(run, sequences)
+    notes = tuple(([note] if note else []) + [text for record in run.records for text in record.notes])
+    original = _original_bytes(source, skeleton, architecture)
+    partial.finish(lambda path: _write_rest(run, path, tokenizer, notes, original))
+    return QuantizationReport(
+        output=folder,
+        recipe=chosen,
+        bytes_on_disk=sum(file.stat().st_size for file in folder.iterdir()),
+        original_bytes=original,
+        bits_per_weight=inspect_folder(folder).quantized_bits_per_weight,
+        seconds=time.monotonic() - started,
+        peak_memory_bytes=peak_memory(target),
+        notes=notes,
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: of the CUDA device where one is used, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# --- the blocks --------------------------------------------------------------------------------------------------
+
+
+def _quantize_blocks(run: _Run, sequences: Tensor | None) -> None:
+    blocks = run.architecture.blocks
+    _fill_ends(run)
+    hidden, arguments = None, [{} for _ in blocks]  # type: tuple[Tensor | None, list[BlockArguments]]
+    if sequences is not None:
+        hidden, arguments = record_block_inputs(run.model, run.architecture, sequences.to(run.device))
+    _write_ends(run)
+    for index, block in enumerate(blocks):
+        module = run.model.get_submodule(block.path)
+        record = _restored(run, module, block, index)
+        if record is None:
+            record = _quantize_one(run, module, block, index, None if hidden is None else (hidden, arguments[index]))
+            tensors = {f"{block.path}.{name}": tensor for name, tensor in module.state_dict().items()}
+            run.folder.write(index + 1, tensors, asdict(record))
+        run.records.append(record)
+        for text in record.notes:
+            run.on_step(Step("quantizing", index, len(blocks), note=text))
+        if hidden is not None and index + 1 < len(blocks):
+            hidden = run_block(module, hidden, arguments[index])
+        run.model.set_submodule(block.path, nn.Identity())  # releases the block
+
+
+def _quantize_one(
+    run: _Run, module: nn.Module, block: Block, index: int, calibration: tuple[Tensor, BlockArguments] | None
+) -> BlockRecord:
+    run.source.fill(module, block.path, device=run.device, dtype=torch.float64)
+    fold_block_norms(module, block)
+    rotate_block(module, block, run.layout.rotation)
+    module.to(run.source.dtype)
+    for path in block.linears:
+        linear = module.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        layout = run.layout.linear(block, path)
+        module.set_submodule(path, QuantizedLinear.from_float(linear, float_layout(layout)))
+
+    def tell(path: str, error: float | None) -> None:
+        run.on_step(Step("quantizing", index, len(run.architecture.blocks), path, error))
+
+    # Hessians are taken on float activations: quantizing them here was tried and brought nothing.
+    calibrating = run.layout.model_copy(update={"recipe": run.layout.recipe.model_copy(update={"activations": None})})
+    searched = run.layout if _searches(run.layout.recipe) else calibrating
+    return quantize_block(module, block, searched, calibration, tell)
+
+
+def _searches(recipe: Recipe) -> bool:
+    return recipe.activations is not None and recipe.activations.clip_ratio == "search"
+
+
+def _restored(run: _Run, module: nn.Module, block: Block, index: int) -> BlockRecord | None:
+    """A block that an interrupted run had finished: its tensors are read back instead of made again."""
+    fields = run.folder.record(index + 1)
+    if fields is None:
+        return None
+    tensors = run.folder.read(index + 1)
+    layout = run.layout.model_copy(update={"recipe": run.layout.recipe.model_copy(update={"activations": None})})
+    for path in block.linears:
+        linear = module.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        with torch.device("meta"):
+            quantized = QuantizedLinear(
+                (linear.out_features, linear.in_features),
+                layout.linear(block, path),
+                dtype=run.source.dtype,
+                scale_dtype=layout.torch_scale_dtype(),
+                bias=linear.bias is not None,
+            )
+        module.set_submodule(path, quantized)
+    state = {name.removeprefix(f"{block.path}."): tensor.to(run.device) for name, tensor in tensors.items()}
+    module.load_state_dict(state, assign=True)
+    run.on_step(Step("resuming", index, len(run.architecture.blocks)))
+    return BlockRecord(**fields)
+
+
+def _fill_ends(run: _Run) -> None:
+    for path in (run.architecture.embedding, run.architecture.final_norm, run.architecture.head):
+        module = run.model.get_submodule(path)
+        run.source.fill(module, path, device=run.device, dtype=run.source.dtype)
+    fuse_ends(run.model, run.architecture, run.layout.rotation)
+
+
+def _write_ends(run: _Run) -> None:
+    last = len(run.architecture.blocks) + 1
+    for part, paths in (
+        (0, (run.architecture.embedding,)),
+        (last, (run.architecture.final_norm, run.architecture.head)),
+    ):
+        if run.folder.record(part) is None:
+            modules = {path: run.model.get_submodule(path) for path in paths}
+            tensors = {f"{path}.{name}": t for path, m in modules.items() for name, t in m.state_dict().items()}
+            run.folder.write(part, tensors, asdict(BlockRecord()))
+
+
+# --- before and after ---------------------------------------------------------------------------------------------
+
+
+def _calibration_sequences(
+    source: Source, tokenizer: Any, recipe: Recipe, calibration: str | Path | Calibration | Tensor, seed: int
+) -> tuple[Tensor | None, str | None]:
+    if not recipe.needs_calibration:
+        return None, None
+    if isinstance(calibration, Tensor):
+        if calibration.ndim != 2 or calibration.dtype != torch.int64:
+            raise RotaquantError(
+                f"calibration tokens must be int64 [sequences, length], got {list(calibration.shape)}"
+            )
+        return calibration, None
+    settings = calibration if isinstance(calibration, Calibration) else Calibration(text=calibration)
+    tokens = tokenize(tokenizer or load_tokenizer(source), read_text(settings.text, "calibration"))
+    return calibration_sequences(tokens, settings.samples, settings.sequence_length, seed)
+
+
+def _fingerprint(source: Source, layout: ModelLayout, sequences: Tensor | None) -> dict[str, Any]:
+    """What must be equal for an interrupted run to be taken up: model, recipe, seed, calibration tokens."""
+    tokens = b"" if sequences is None else sequences.contiguous().numpy().tobytes()
+    config = json.dumps(source.config.to_dict(), sort_keys=True, default=str)
+    return {
+        "source": source.name,
+        "config": hashlib.sha256(config.encode()).hexdigest(),
+        "layout": layout.model_dump(mode="json"),
+        "calibration": hashlib.sha256(tokens).hexdigest(),
+    }
+
+
+def _original_bytes(source: Source, skeleton: PreTrainedModel, architecture: Architecture) -> int:
+    names = {name: parameter.numel() for name, parameter in source.skeleton()[0].named_parameters()}
+    if getattr(source.config, "tie_word_embeddings", False):
+        names.pop(f"{architecture.head}.weight")
+    return sum(names.values()) * source.dtype.itemsize
+
+
+def _expected_bytes(skeleton: PreTrainedModel, architecture: Architecture, layout: ModelLayout) -> int:
+    bits = layout.recipe.weights.bits if layout.recipe.weights else 8 * layout.torch_scale_dtype().itemsize
+    linears = {f"{block.path}.{path}.weight" for block in architecture.blocks for path in block.linears}
+    return sum(
+        parameter.numel() * bits // 8 if name in linears else parameter.numel() * parameter.element_size()
+        for name, parameter in skeleton.named_parameters()
+    )
+
+
+def _write_rest(run: _Run, path: Path, tokenizer: Any, notes: tuple[str, ...], original_bytes: int) -> None:
+    ratios = {name: ratio for record in run.records for name, ratio in record.clip_ratios.items()}
+    errors = {name: error for record in run.records for name, error in record.errors.items()}
+    layout = run.layout.model_copy(update={"clip_ratios": ratios})
+    register()
+    config = run.model.config
+    untie(config)
+    config.dtype = run.source.dtype
+    config.architectures = [type(run.model).__name__]
+    config.quantization_config = RotaquantConfig(**layout.model_dump(mode="json")).to_dict()
+    config.save_pretrained(path)
+    generation = GenerationConfig.from_model_config(run.source.config)
+    if run.source.folder is not None and (run.source.folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(run.source.folder)
+    generation.save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    base_model = _base_model(run.source)
+    report = {
+        "base_model": base_model,
+        "original_bytes": original_bytes,
+        "output_errors": errors,
+        "notes": list(notes),
+    }
+    (path / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    (path / "recipe.yaml").write_text(layout.recipe.to_yaml())
+    (path / "README.md").write_text(model_card(base_model, layout.recipe, layout.rotation))
+
+
+def _base_model(source: Source) -> str:
+    return Path(source.name).name if Path(source.name).exists() else source.name
+
+
+__all__ = ["Calibration", "QuantizationReport", "Step", "is_quantized_folder", "peak_memory", "quantize"]

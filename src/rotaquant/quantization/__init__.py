@@ -1,0 +1,1 @@
+"""What is lossy: grids, clip search and GPTQ; tensors in, tensors out."""

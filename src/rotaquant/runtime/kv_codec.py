@@ -1,0 +1,82 @@
+"""How one token's key or value of one head is stored: a row of bytes.
+
+A row is the packed codes, then per group an fp16 scale and an fp16 lowest value, padded to a multiple of four bytes.
+Rows are plain uint8 tensors, so that transformers' stock cache layers concatenate, crop and reorder them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotaquant.hadamard import Factorisation, base_matrix
+from rotaquant.ops import packing, reference
+from rotaquant.recipe import IntFormat
+
+_ROW_ALIGNMENT = 4
+
+
+@dataclass(frozen=True)
+class RowCodec:
+    """Encodes `[..., head_dim]` to uint8 `[..., row_bytes]` and back; `fmt` None keeps the bytes of the floats."""
+
+    head_dim: int
+    fmt: IntFormat | None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a quantized row."""
+        assert self.fmt is not None
+        groups = self.head_dim // (self.fmt.group_size or self.head_dim)
+        size = packing.packed_bytes(self.head_dim, self.fmt.bits) + 4 * groups
+        return size + -size % _ROW_ALIGNMENT
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Rows of bytes of `x` `[..., head_dim]`."""
+        if self.fmt is None:
+            return x.contiguous().view(torch.uint8)
+        assert isinstance(self.fmt.clip_ratio, float)
+        grouped = x.unflatten(-1, (-1, self.fmt.group_size or self.head_dim))
+        codes, scale, lowest = reference.quantize_asymmetric(grouped, self.fmt.bits, self.fmt.clip_ratio)
+        packed = packing.pack_unsigned(codes.flatten(-2), self.fmt.bits)
+        parameters = torch.cat((scale, lowest), dim=-1).flatten(-2).view(torch.uint8)
+        row = torch.cat((packed, parameters), dim=-1)
+        return torch.nn.functional.pad(row, (0, self.row_bytes - row.shape[-1]))
+
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the rows stand for, `[..., head_dim]` in `dtype` (float rows keep their own, which is the model's)."""
+        if self.fmt is None:
+            return rows.view(dtype)
+        width = packing.packed_bytes(self.head_dim, self.fmt.bits)
+        groups = self.head_dim // (self.fmt.group_size or self.head_dim)
+        codes = packing.unpack_unsigned(rows[..., :width], self.fmt.bits, self.head_dim)
+        parameters = rows[..., width : width + 4 * groups].contiguous().view(torch.float16)
+        scale, lowest = parameters.unflatten(-1, (groups, 2)).split(1, dim=-1)
+        grouped = codes.unflatten(-1, (groups, -1))
+        return reference.dequantize_asymmetric(grouped, scale, lowest, dtype).flatten(-2)
+
+
+@dataclass(frozen=True)
+class LayerCodec:
+    """The cache format of one layer: keys are rotated by `query_key` before they are stored, values come rotated."""
+
+    keys: RowCodec
+    values: RowCodec
+    query_key: Factorisation | None
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Queries or keys after RoPE in the frame in which keys are stored, `[..., head_dim]`."""
+        if self.query_key is None:
+            return x
+        base = base_matrix(self.query_key).to(x.device)
+        return reference.rotate_rows(x, base, self.query_key.blocks).to(x.dtype)
+
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Float keys (after RoPE) and values -> stored rows."""
+        return self.keys.encode(self.rotate(keys)), self.values.encode(values)
+
+    def decode(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Stored rows -> rotated keys and values in `dtype`."""
+        return self.keys.decode(keys, dtype), self.values.decode(values, dtype)

@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -88,7 +89,7 @@ class BlockClock:
         if block == first:
             return None
         each = (since - began) / (block - first)
-        return max(0.0, each * (step.blocks - block) - (now - since))
+        return each * (step.blocks - block - 1) + max(0.0, each - (now - since))
 
 
 class Progress:
@@ -99,11 +100,12 @@ class Progress:
         self._clock = BlockClock()
 
     def on_step(self, step: Step) -> None:
-        """Show one progress event."""
-        if step.note is not None and step.note not in self.notes:
+        """Show one progress event; a remark is no progress."""
+        if step.note is None:
+            self.show_step(step, self._clock.see(step))
+        elif step.note not in self.notes:
             self.notes.append(step.note)
             self.show_note(step.note)
-        self.show_step(step, self._clock.see(step))
 
     def show_step(self, step: Step, seconds_left: float | None) -> None:
         """Shows nothing here."""
@@ -121,13 +123,15 @@ class PlainProgress(Progress):
     def __init__(self) -> None:
         super().__init__()
         self._last: Step | None = None
+        self._announced: set[str] = set()
         self._worst: tuple[float, str] | None = None
 
     def show_step(self, step: Step, seconds_left: float | None) -> None:
         last = self._last
         if last is not None and (last.phase, last.block) != (step.phase, step.block):
             self._finish(last, seconds_left if last.phase == step.phase else None)
-        elif last is None:
+        if step.phase not in self._announced:
+            self._announced.add(step.phase)
             _say(f"{step.phase}: {step.blocks} {_unit(step)}{'s' if step.blocks != 1 else ''}")
         self._last = step
         if step.error is not None and (self._worst is None or step.error > self._worst[0]):
@@ -158,25 +162,35 @@ class LiveProgress(Progress):
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._began = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=4, transient=True)
-        self._live.start()
+        self._step: Step | None = None
+        self._ends: float | None = None
+        # Drawn anew four times a second, so that the times go on while a module takes its minutes.
+        self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=4, transient=True)
 
     def show_step(self, step: Step, seconds_left: float | None) -> None:
-        left = "…" if seconds_left is None else human_time(seconds_left)
-        grid = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=max(step.blocks, 1), completed=step.block, width=30)
-        place = f"{_unit(step)} {step.block + 1}/{step.blocks}"
-        grid.add_row(Text(step.phase, style="bold"), bar, place, f"{left} left")
-        error = "" if step.error is None else f"relative error {step.error:.4f}"
-        elapsed = human_time(time.monotonic() - self._began)
-        detail = Text("  ".join(filter(None, (step.module, error))))
-        self._live.update(Group(grid, detail, Text(f"peak memory {peak_memory()}, {elapsed} so far", "dim")))
+        self._step = step
+        self._ends = None if seconds_left is None else time.monotonic() + seconds_left
+        self._live.start()
 
     def show_note(self, note: str) -> None:
         self._live.console.print(f"warning: {note}", style="yellow", markup=False, highlight=False)
 
     def close(self) -> None:
         self._live.stop()
+
+    def _draw(self) -> RenderableType:
+        step, now = self._step, time.monotonic()
+        if step is None:
+            return Text("")
+        left = "…" if self._ends is None else human_time(max(0.0, self._ends - now))
+        bar = ProgressBar(total=max(step.blocks, 1), completed=step.block, width=30)
+        grid = Table.grid(padding=(0, 2))
+        place = f"{_unit(step)} {step.block + 1}/{step.blocks}"
+        grid.add_row(Text(step.phase, style="bold"), bar, place, f"{left} left")
+        error = "" if step.error is None else f"relative error {step.error:.4f}"
+        detail = Text("  ".join(filter(None, (step.module, error))))
+        so_far = human_time(now - self._began)
+        return Group(grid, detail, Text(f"peak memory {peak_memory()}, {so_far} so far", style="dim"))
 
 
 @contextmanager
@@ -269,7 +283,7 @@ def print_summary(summary: FolderSummary) -> None:
             ("base model", summary.base_model or "unknown"),
             ("recipe", recipe.name),
             *((name, describe_format(fmt)) for name, fmt in zip(names, formats, strict=True)),
-            ("size on disk", f"{total}, {share:.0%} of {original}"),
+            ("tensors", f"{total}, {share:.0%} of {original}"),
             ("rotation seed", str(summary.rotation_seed)),
             *((f"rotation {site}", text) for site, text in summary.sites.items()),
             *(("note", note) for note in summary.notes),
@@ -280,6 +294,47 @@ def print_summary(summary: FolderSummary) -> None:
         sizes = (human_size(row.bytes), human_size(row.original_bytes))
         table.add_row(Text(row.name), Text(row.format), *sizes, f"{row.bits_per_weight:.2f}")
     _out().print(table)
+
+
+def report_json(report: QuantizationReport) -> dict[str, Any]:
+    """What quantizing made, for `--json`; sizes in bytes."""
+    return {
+        "output": str(report.output),
+        "recipe": report.recipe.name,
+        "bytes_on_disk": report.bytes_on_disk,
+        "original_bytes": report.original_bytes,
+        "bits_per_weight": report.bits_per_weight,
+        "seconds": report.seconds,
+        "peak_memory_bytes": report.peak_memory_bytes,
+        "notes": list(report.notes),
+    }
+
+
+def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """A comparison for `--json`: what all rows share, and the rows."""
+    shared = rows[0].perplexity
+    return {
+        "model": shared.model,
+        "text": shared.text,
+        "tokens": shared.tokens,
+        "windows": shared.windows,
+        "sequence_length": shared.sequence_length,
+        "rows": [
+            {
+                "recipe": row.name,
+                "perplexity": row.perplexity.to_json()["perplexity"],
+                "bits_per_weight": row.bits_per_weight,
+                "bytes_on_disk": row.size,
+                "notes": list(row.notes),
+            }
+            for row in rows
+        ],
+    }
+
+
+def summary_json(summary: FolderSummary) -> dict[str, Any]:
+    """A folder's summary for `--json`; sizes in bytes."""
+    return {**asdict(summary), "recipe": summary.recipe.model_dump(mode="json")}
 
 
 def _table(*columns: str, text_columns: int = 1) -> Table:

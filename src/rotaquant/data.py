@@ -57,8 +57,8 @@ def read_text(source: str | Path, split: Split) -> str:
     - `wikitext2`: WikiText-2 raw, train or test, rows joined by a blank line.
     - `c4`: the first 4 (calibration) or 2.5 (evaluation) million characters of the English train or
       validation part, whole documents joined by a blank line.
-    - `builtin`: the reference text inside Python's standard library, the first four fifths or the rest:
-      English without a network, but another Python version holds another text.
+    - `builtin`: the reference text inside Python's standard library, the first four fifths (without paragraphs
+      of the rest) or the rest: English without a network, but another Python version holds another text.
 
     Raises `RotaquantError` where the hub cannot be reached, or the file is missing, empty, or no text.
     """
@@ -174,7 +174,12 @@ def _read_builtin(split: Split) -> str:
         ) from error
     text = "\n\n".join(topics[topic] for topic in sorted(topics))
     cut = text.index("\n\n", int(_BUILTIN_CALIBRATION_SHARE * len(text)))
-    return text[:cut] if split == "calibration" else text[cut:].lstrip("\n")
+    evaluated = text[cut:].lstrip("\n")
+    if split == "evaluation":
+        return evaluated
+    # Some sections stand under two topics: what is evaluated on must not be calibrated on.
+    seen = {paragraph.strip() for paragraph in evaluated.split("\n\n")}
+    return "\n\n".join(part for part in text[:cut].split("\n\n") if part.strip() not in seen)
 
 
 def _read_wikitext2(split: Split) -> str:

@@ -28,7 +28,7 @@ from rotaquant.data import (
     tokenize,
 )
 from rotaquant.errors import RotaquantError
-from rotaquant.recipe import Recipe, resolve_recipe
+from rotaquant.recipe import PRESETS, Recipe, resolve_recipe
 
 OnWindow = Callable[[int, int], None]
 OnStep = Callable[[pipeline.Step], None]
@@ -78,13 +78,17 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison; `recipe` is `None` for the float model, `size` is in bytes."""
+    """One line of a comparison; `recipe` is `None` for the float model, sizes are in bytes.
+
+    `original_size` is that of a float checkpoint in the model's own dtype, and so the float model's `size`.
+    """
 
     name: str
     recipe: Recipe | None
     perplexity: Perplexity
     bits_per_weight: float
     size: int
+    original_size: int
     notes: tuple[str, ...] = ()
 
 
@@ -138,9 +142,9 @@ def _window_loss(model: PreTrainedModel, ids: Tensor) -> float:
     """The summed negative log-likelihood of ids `[1, length]` after the first."""
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     total = 0.0
-    for part, targets in zip(
-        logits.split(_POSITIONS_AT_ONCE), ids[0, 1:].split(_POSITIONS_AT_ONCE), strict=True
-    ):
+    for start in range(0, logits.shape[0], _POSITIONS_AT_ONCE):
+        part = logits[start : start + _POSITIONS_AT_ONCE]
+        targets = ids[0, 1 + start :][: part.shape[0]]
         losses = torch.nn.functional.cross_entropy(part.float(), targets.to(part.device), reduction="none")
         total += losses.double().sum().item()
     return total
@@ -213,15 +217,15 @@ class Comparison:
     seed: int = 0
     on_step: OnStep | None = None
 
-    def rows(
-        self, recipes: Sequence[str | Path | Recipe], keep: Mapping[str, Path] | None = None
-    ) -> list[Row]:
+    def rows(self, recipes: Sequence[str | Path | Recipe], keep: Mapping[str, Path] | None = None) -> list[Row]:
         """The float model's row and one for every recipe, each measured on its saved folder.
 
         Folders are temporary, except those of the recipes (by name) for which `keep` has a path.
         Recipes, texts and tokenizer are checked before any work.
         """
         resolved = [resolve_recipe(recipe) for recipe in recipes]
+        if not resolved:
+            raise RotaquantError(f"no recipe to compare: give some of {', '.join(PRESETS)}, or .yaml files")
         if checkpoint.is_quantized_folder(self.model):
             raise RotaquantError(
                 f"{self.model} is already quantized: compare the float model, or use `rotaquant evaluate`"
@@ -230,26 +234,25 @@ class Comparison:
         if any(recipe.needs_calibration for recipe in resolved):
             self._check_calibration()
         kept = keep or {}
-        rows = [self._float_row(windows)]
+        measured, bits = self._float_perplexity(windows)
+        rows: list[Row] = []
         for recipe in resolved:
             if recipe.name in kept:
                 rows.append(self._quantized_row(recipe, kept[recipe.name], windows))
             else:
                 with _temporary_folder() as scratch:
                     rows.append(self._quantized_row(recipe, scratch / "quantized", windows))
-        return rows
+        return [Row("float", None, measured, bits, rows[0].original_size, rows[0].original_size), *rows]
 
     def _check_calibration(self) -> None:
         settings = self.calibration
         tokens = tokenize(checkpoint.open_tokenizer(self.model), read_text(settings.text, "calibration"))
         calibration_sequences(tokens, settings.samples, settings.sequence_length, self.seed)
 
-    def _float_row(self, windows: Tensor) -> Row:
+    def _float_perplexity(self, windows: Tensor) -> tuple[Perplexity, float]:
         model = checkpoint.open_float_model(self.model, device=self.device)
         measured = _measure(model, self.model, windows, self.protocol, self._on_window("float"))
-        # parameters() names a tied weight once, as a checkpoint stores it.
-        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        return Row("float", None, measured, 8.0 * model.dtype.itemsize, size)
+        return measured, 8.0 * model.dtype.itemsize
 
     def _quantized_row(self, recipe: Recipe, folder: Path, windows: Tensor) -> Row:
         report = pipeline.quantize(
@@ -263,9 +266,8 @@ class Comparison:
         )
         model = checkpoint.load(folder, device=self.device)
         measured = _measure(model, self.model, windows, self.protocol, self._on_window(recipe.name))
-        return Row(
-            recipe.name, recipe, measured, report.bits_per_weight, report.bytes_on_disk, tuple(report.notes)
-        )
+        sizes = (report.bytes_on_disk, report.original_bytes)
+        return Row(recipe.name, recipe, measured, report.bits_per_weight, *sizes, tuple(report.notes))
 
     def _on_step(self, name: str) -> OnStep | None:
         report = self.on_step
@@ -305,9 +307,7 @@ def continue_text(folder: str | Path, prompt: str, max_new_tokens: int = 64, dev
     Raises `RotaquantError` for an empty prompt, and what loading the folder raises.
     """
     if max_new_tokens < 1:
-        raise RotaquantError(
-            f"the number of new tokens (--max-new-tokens) must be at least 1, not {max_new_tokens}"
-        )
+        raise RotaquantError(f"the number of new tokens (--max-new-tokens) must be at least 1, not {max_new_tokens}")
     tokenizer = checkpoint.open_tokenizer(str(folder))
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if encoded["input_ids"].numel() == 0:

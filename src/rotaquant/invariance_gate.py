@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,4 +99,5 @@ def _rotate(model: PreTrainedModel, module: nn.Module, block: Block, layout: Mod
         assert isinstance(linear, nn.Linear)
         module.set_submodule(path, QuantizedLinear.from_float(linear, float_layout(layout.linear(block, path))))
     floating = layout.model_copy(update={"recipe": layout.recipe.model_copy(update={"keys": None, "values": None})})
-    module.get_submodule(block.attention.path).kv_codec = block_codec(block, floating)
+    attention: Any = module.get_submodule(block.attention.path)
+    attention.kv_codec = block_codec(block, floating)

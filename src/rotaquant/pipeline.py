@@ -237,9 +237,7 @@ def _calibration_sequences(
         return None, None
     if isinstance(calibration, Tensor):
         if calibration.ndim != 2 or calibration.dtype != torch.int64:
-            raise RotaquantError(
-                f"calibration tokens must be int64 [sequences, length], got {list(calibration.shape)}"
-            )
+            raise RotaquantError(f"calibration tokens must be int64 [sequences, length], got {list(calibration.shape)}")
         return calibration, None
     settings = calibration if isinstance(calibration, Calibration) else Calibration(text=calibration)
     tokens = tokenize(tokenizer or load_tokenizer(source), read_text(settings.text, "calibration"))

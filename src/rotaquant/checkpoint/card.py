@@ -16,9 +16,7 @@ def model_card(base_model: str, recipe: Recipe, plan: RotationPlan) -> str:
         "base_model_relation": "quantized",
         "tags": ["rotaquant", "quarot", "4-bit"],
     }
-    formats = {
-        part: describe_format(getattr(recipe, part)) for part in ("weights", "activations", "keys", "values")
-    }
+    formats = {part: describe_format(getattr(recipe, part)) for part in ("weights", "activations", "keys", "values")}
     sites = plan.describe()
     lines = [
         "---",

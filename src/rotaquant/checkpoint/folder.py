@@ -150,9 +150,7 @@ def inspect_folder(path: str | Path) -> FolderSummary:
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 
 
-def _group(
-    headers: dict[str, tuple[tuple[int, ...], str]], layout: ModelLayout, item: int
-) -> tuple[TensorGroup, ...]:
+def _group(headers: dict[str, tuple[tuple[int, ...], str]], layout: ModelLayout, item: int) -> tuple[TensorGroup, ...]:
     stored: dict[str, int] = {}
     weights: dict[str, int] = {}
     quantized: set[str] = set()

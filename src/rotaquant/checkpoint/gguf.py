@@ -36,7 +36,9 @@ def gguf_tensors(path: Path, skeleton: PreTrainedModel) -> tuple[set[str], Calla
     def load(name: str) -> Tensor:
         tensor = stored[name]
         values = dequantize(tensor.data, tensor.tensor_type)
-        processed = processor.process(weights=values, name=tensor.name, tensor_key_mapping=hf_names, parsed_parameters={})
+        processed = processor.process(
+            weights=values, name=tensor.name, tensor_key_mapping=hf_names, parsed_parameters={}
+        )
         return torch.from_numpy(processed.weights.copy())
 
     return set(stored), load

@@ -138,7 +138,9 @@ def _telling_of_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        raise RotaquantError(f"no permission to write {error.filename or path}; choose another output folder") from error
+        raise RotaquantError(
+            f"no permission to write {error.filename or path}; choose another output folder"
+        ) from error
     except Exception as error:
         # safetensors reports a full disk in words of its own, without an errno.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):

@@ -1,4 +1,4 @@
-"""transformers' loader for our checkpoints: `AutoModelForCausalLM.from_pretrained(folder)` after importing rotaquant."""
+"""transformers' loader for our checkpoints, at work in `from_pretrained(folder)` after importing rotaquant."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rotaquant.errors import RotaquantError
 from rotaquant.integrations.headers import require_matching_tensors
 from rotaquant.runtime import ModelLayout, install
 from rotaquant.runtime.attention import register_attention
+from rotaquant.runtime.linear import QuantizedLinear
 
 QUANT_METHOD = "rotaquant"
 FORMAT_VERSION = 1
@@ -58,6 +59,13 @@ class RotaquantQuantizer(HfQuantizer):  # type: ignore[misc]
         files = kwargs.get("checkpoint_files")
         if files:
             require_matching_tensors(model, files)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                # Now, not in the first forward pass: that one may be traced by torch.compile.
+                module.prepare(module.weight.device)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

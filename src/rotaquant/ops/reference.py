@@ -35,9 +35,7 @@ def symmetric_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     return torch.round(rows / scale.to(rows.dtype)).clamp_(-half, half - 1)
 
 
-def quantize_rows(
-    x: Tensor, bits: int, clip_ratio: float, group_size: int | None = None
-) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, bits: int, clip_ratio: float, group_size: int | None = None) -> tuple[Tensor, Tensor]:
     """Quantize activations per token, or per group of a token: `[..., n]` -> int8 `[..., n]`, `[..., groups]`.
 
     Scales are in `compute_dtype(x.dtype)`. A row that is not finite keeps a scale that is not, so that it spoils no

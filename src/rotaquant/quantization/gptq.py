@@ -45,9 +45,7 @@ def inverse_cholesky(hessian: Tensor, damping: float) -> Tensor | None:
     return None
 
 
-def gptq(
-    weight: Tensor, hessian: Tensor, fmt: IntFormat, scale: Tensor, settings: Gptq
-) -> QuantizedWeight | None:
+def gptq(weight: Tensor, hessian: Tensor, fmt: IntFormat, scale: Tensor, settings: Gptq) -> QuantizedWeight | None:
     """Quantize `weight` on the grid of `scale` so that its output error over the Hessian is small.
 
     weight `[out, in]`, hessian `[in, in]`, scale `[out, groups]` as stored. Columns that never see an input (zero on

@@ -16,6 +16,7 @@ from rotaquant.recipe import IntFormat
 # Searching 1.00 down to 0.21 over |error|**2.4 reproduces the settings behind the published numbers.
 CLIP_GRID = tuple(round(1.0 - 0.01 * step, 2) for step in range(80))
 CLIP_NORM = 2.4
+_SEARCHED_AT_A_TIME = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ def weight_scale(weight: Tensor, fmt: IntFormat, dtype: torch.dtype) -> Tensor:
     """The step size of every row (or group of a row): `[out, in]` -> `[out, groups]` in `dtype`."""
     groups = weight.float().unflatten(-1, (-1, fmt.group_size or weight.shape[-1]))
     if fmt.clip_ratio == "search":
-        return _search_scale(groups, fmt.bits, dtype).squeeze(-1)
+        # Rows are independent: a few at a time stay in the processor's cache through all ratios.
+        parts = groups.split(max(1, _SEARCHED_AT_A_TIME // weight.shape[-1]))
+        return torch.cat([_search_scale(part, fmt.bits, dtype) for part in parts]).squeeze(-1)
     return reference.symmetric_scale(groups, fmt.bits, fmt.clip_ratio, dtype).squeeze(-1)
 
 
@@ -52,7 +55,9 @@ def _search_scale(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 def _grid_error(groups: Tensor, scale: Tensor, bits: int) -> Tensor:
     codes = reference.symmetric_codes(groups, scale, bits)
-    return codes.mul_(scale.float()).sub_(groups).abs_().pow_(CLIP_NORM).sum(dim=-1, keepdim=True)
+    error = codes.mul_(scale.float()).sub_(groups).abs_()
+    # error**p by logarithms: this is nine tenths of the search, and pow is half as fast.
+    return error.log2_().mul_(CLIP_NORM).exp2_().sum(dim=-1, keepdim=True)
 
 
 def round_to_nearest(weight: Tensor, fmt: IntFormat, scale: Tensor) -> QuantizedWeight:

@@ -97,5 +97,3 @@ def residual_signs(plan: RotationPlan) -> Tensor:
     assert plan.residual is not None
     generator = torch.Generator().manual_seed(plan.seed)
     return torch.randint(0, 2, (plan.residual.size,), generator=generator).double() * 2 - 1
-
-

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from rotaquant.runtime.kv_codec import LayerCodec
 
 
-class QuantizedCache(DynamicCache):
+class QuantizedCache(DynamicCache):  # type: ignore[misc]
     """A `DynamicCache` whose keys and values are uint8 rows `[batch, kv_heads, length, row_bytes]`.
 
     Concatenation, sliding windows, crop, beam reorder and mask sizes are the stock ones.

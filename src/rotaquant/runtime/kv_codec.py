@@ -6,7 +6,7 @@ Rows are plain uint8 tensors, so that transformers' stock cache layers concatena
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -65,13 +65,21 @@ class LayerCodec:
     keys: RowCodec
     values: RowCodec
     query_key: Factorisation | None
+    _bases: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Queries or keys after RoPE in the frame in which keys are stored, `[..., head_dim]`."""
         if self.query_key is None:
             return x
-        base = base_matrix(self.query_key).to(x.device)
+        base = self.prepare(x.device)
         return reference.rotate_rows(x, base, self.query_key.blocks).to(x.dtype)
+
+    def prepare(self, device: torch.device) -> Tensor:
+        """The base of the query/key rotation on `device`, made once."""
+        assert self.query_key is not None
+        if device not in self._bases:
+            self._bases[device] = base_matrix(self.query_key).to(device)
+        return self._bases[device]
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Float keys (after RoPE) and values -> stored rows."""

@@ -23,6 +23,13 @@ class QuantizedLinear(nn.Module):
     shape mismatch there and stops, where it would otherwise run with random or unrotated weights.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+    rotated_weight: Tensor
+    weight_packed: Tensor
+    weight_scale: Tensor
+    weight_shape: Tensor
+
     def __init__(
         self,
         shape: tuple[int, int],
@@ -82,14 +89,21 @@ class QuantizedLinear(nn.Module):
             return self.rotated_weight.to(dtype)
         return reference.dequantize_groups(self.codes(), self.weight_scale, dtype)
 
+    def prepare(self, device: torch.device) -> None:
+        """Make the matrix of the online rotation, which is computed and not stored, for `device`."""
+        transform = self.layout.transform
+        if transform is not None:
+            matrix = transform.matrix() if isinstance(transform, HeadMix) else base_matrix(transform)
+            self._transform_matrix = matrix.to(device)
+
     def rotate_input(self, x: Tensor) -> Tensor:
         """The input as the product sees it: rotated online (in at least float32) where the layout says so."""
         transform = self.layout.transform
         if transform is None:
             return x
         if self._transform_matrix is None or self._transform_matrix.device != x.device:
-            matrix = transform.matrix() if isinstance(transform, HeadMix) else base_matrix(transform)
-            self._transform_matrix = matrix.to(device=x.device)
+            self.prepare(x.device)
+        assert self._transform_matrix is not None
         if isinstance(transform, HeadMix):
             return reference.mix_rows(x, self._transform_matrix)
         return reference.rotate_rows(x, self._transform_matrix, transform.blocks)

@@ -1,0 +1,251 @@
+"""The command line: thin commands over the functions of the package.
+
+stdout carries a command's result alone; progress, warnings and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from rotaquant import console
+from rotaquant.data import Calibration
+from rotaquant.errors import RotaquantError
+from rotaquant.recipe import PRESETS, resolve_recipe
+
+# torch and transformers take seconds to import: each command imports what it runs, and `--help` none of it.
+
+INTERRUPTED = 130
+
+
+class _Commands(TyperGroup):
+    """Commands whose foreseen failures end in one line on stderr instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RotaquantError as error:
+            _end(f"error: {error}", 1)
+        except KeyboardInterrupt:
+            _end("interrupted", INTERRUPTED)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Quantize language models to 4-bit weights, activations and KV cache by Hadamard rotation.",
+)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, model folder, or .gguf file.")]
+FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder made by `rotaquant quantize`.")]
+TextOption = Annotated[str, typer.Option(help="Evaluation text: wikitext2, c4, builtin, or a UTF-8 FILE.")]
+CalibrationOption = Annotated[
+    str, typer.Option(help="Calibration text: wikitext2, c4, builtin (needs no network), or a UTF-8 FILE.")
+]
+SamplesOption = Annotated[int, typer.Option(help="Calibration sequences.")]
+LengthOption = Annotated[int, typer.Option(help="Tokens in a sequence or window.")]
+WindowsOption = Annotated[int | None, typer.Option(help="Evaluation windows; all by default.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, or cuda.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of rotations and calibration; the same seed gives the same bytes.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rotaquant {version('rotaquant')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def quantize(
+    model: ModelArgument,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to create.")],
+    recipe: Annotated[str, typer.Option(help=f"A .yaml file, or one of: {', '.join(PRESETS)}.")] = "w4a4kv4",
+    calibration: CalibrationOption = "wikitext2",
+    samples: SamplesOption = 128,
+    sequence_length: LengthOption = 2048,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize MODEL into the new folder OUTPUT.
+
+    An interrupted run creates no OUTPUT; the same command takes it up where it ended.
+    """
+    resolved = resolve_recipe(recipe)
+    settings = Calibration(calibration, samples, sequence_length)
+    with _resumable(output), _working() as shown:
+        from rotaquant import pipeline
+
+        report = pipeline.quantize(
+            model,
+            resolved,
+            output=output,
+            calibration=settings,
+            device=device,
+            seed=seed,
+            on_step=shown.on_step,
+        )
+    if as_json:
+        _print_json(console.report_json(report))
+    else:
+        console.print_report(report, shown.notes)
+
+
+@app.command()
+def evaluate(
+    model: ModelArgument,
+    text: TextOption = "wikitext2",
+    sequence_length: LengthOption = 2048,
+    windows: WindowsOption = None,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the perplexity of MODEL, a float model or a quantized folder."""
+    with _working() as shown:
+        from rotaquant import evaluate as evaluation
+
+        result = evaluation.evaluate(
+            model,
+            text,
+            sequence_length,
+            windows,
+            device,
+            lambda done, count: shown.on_step(evaluation.window_step(done, count)),
+        )
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        console.print_perplexity(result)
+
+
+@app.command()
+def compare(
+    model: ModelArgument,
+    recipes: Annotated[str, typer.Option(metavar="A,B,C", help="Preset names or .yaml files, with commas between.")],
+    calibration: CalibrationOption = "wikitext2",
+    samples: SamplesOption = 128,
+    sequence_length: LengthOption = 2048,
+    text: TextOption = "wikitext2",
+    windows: WindowsOption = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize MODEL by several recipes and print their perplexities and sizes, the float model first."""
+    resolved = [resolve_recipe(name.strip()) for name in recipes.split(",") if name.strip()]
+    settings = Calibration(calibration, samples, sequence_length)
+    with _working() as shown:
+        from rotaquant.evaluate import Comparison, Protocol
+
+        protocol = Protocol(text, sequence_length, windows)
+        comparison = Comparison(model, settings, protocol, device, seed, shown.on_step)
+        rows = comparison.rows(resolved)
+    if as_json:
+        _print_json(console.comparison_json(rows))
+    else:
+        console.print_comparison(rows)
+
+
+@app.command()
+def generate(
+    folder: FolderArgument,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue, taken as it is.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 64,
+    device: DeviceOption = "auto",
+) -> None:
+    """Print PROMPT and its greedy continuation by the quantized model in FOLDER."""
+    with _working():
+        from rotaquant.evaluate import continue_text
+
+        continued = continue_text(folder, prompt, max_new_tokens, device)
+    typer.echo(continued)
+
+
+@app.command()
+def inspect(folder: FolderArgument, as_json: JsonOption = False) -> None:
+    """Say what in FOLDER is quantized how, its size against the original, and its rotation sites."""
+    with _working():
+        from rotaquant.checkpoint import inspect_folder
+
+        summary = inspect_folder(folder)
+    if as_json:
+        _print_json(console.summary_json(summary))
+    else:
+        console.print_summary(summary)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.gguf", help="Model; by default SmolLM2-135M from its package."),
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the quantized model.")] = Path("demo"),
+) -> None:
+    """Quantize a small real model without a network, print what that costs, and let it write a sentence."""
+    with _working() as shown:
+        from rotaquant.demo import run_demo
+
+        result = run_demo(model, output, shown.on_step)
+    console.print_comparison(result.rows)
+    typer.echo(f"\nThe quantized model, loaded back from {result.output}, writes:\n\n{result.sentence}")
+
+
+@contextmanager
+def _working() -> Iterator[console.Progress]:
+    """Progress on stderr, and whatever a library prints on stdout kept off it."""
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    with redirect_stdout(sys.stderr):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        with console.progress() as shown:
+            yield shown
+
+
+@contextmanager
+def _resumable(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _end(f"interrupted: {output} was not created; the same command resumes the run", INTERRUPTED)
+
+
+def _print_json(fields: dict[str, Any]) -> None:
+    typer.echo(json.dumps(fields, allow_nan=False))
+
+
+def main() -> None:
+    """Entry point of the `rotaquant` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character shall not end hours of work with an encoding error.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app(prog_name="rotaquant")

@@ -159,6 +159,13 @@ def test_lines_are_written_as_blocks_end_not_at_the_end(capsys: pytest.CaptureFi
         assert line.startswith("quantizing: block 1/3, ") and " left, peak memory " in line
 
 
+def test_a_block_that_was_interrupted_is_not_called_done(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), console.progress() as shown:
+        shown.on_step(quantizing(0))
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "quantizing: 3 blocks\n"
+
+
 def test_a_remark_is_shown_and_collected_once(capsys: pytest.CaptureFixture[str]) -> None:
     for enabled in (True, False):
         with console.progress(enabled) as shown:

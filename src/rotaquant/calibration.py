@@ -148,14 +148,16 @@ def quantize_block(
     layout: ModelLayout,
     calibration: tuple[Tensor, BlockArguments] | None,
     on_linear: Callable[[str, float | None], None],
-) -> BlockRecord:
+) -> tuple[BlockRecord, Tensor | None]:
     """Quantize every linear of a block in place, site by site in the order of the forward pass.
 
-    The block's linears are float `QuantizedLinear`s (`calibration` None: no recipe that looks at data). Calls
-    `on_linear` with each linear's path and relative output error.
+    The block's linears are float `QuantizedLinear`s. `calibration` holds the block's inputs and call arguments, or is
+    `None` for a recipe that looks at no data. Calls `on_linear` with each linear's path and relative output error.
+    Returns the record and the inputs of the next block.
     """
     record = BlockRecord()
     recipe = layout.recipe
+    quantized: dict[str, QuantizedWeight] = {}
     searches = recipe.activations is not None and recipe.activations.clip_ratio == "search"
     for site in block.sites:
         linears = {path: _linear(module, path) for path in site}
@@ -165,15 +167,23 @@ def quantize_block(
             inputs = observe_site(module, first, *calibration, hessian=recipe.gptq is not None)
         targets = [inputs.rows @ linear.float_weight(torch.float32).T for linear in linears.values()] if inputs else []
         if recipe.weights is not None:
-            _quantize_site(block, linears, inputs, layout, record)
+            chosen = _quantize_site(block, linears, inputs, layout, record)
+            for path, weight in chosen.items():
+                # The rest of the block is measured with what the codes stand for; unpacking them anew for every
+                # sequence would take longer than the products.
+                linears[path].rotated_weight = weight.dequantize().to(linears[path].rotated_weight.dtype)
+            quantized.update(chosen)
         if searches and inputs is not None:
             assert recipe.activations is not None
-            weight = torch.cat([linear.float_weight(torch.float32) for linear in linears.values()])
-            ratio = search_activation_clip(inputs.rows, weight, torch.cat(targets, dim=1), recipe.activations)
+            held = torch.cat([linear.float_weight(torch.float32) for linear in linears.values()])
+            ratio = search_activation_clip(inputs.rows, held, torch.cat(targets, dim=1), recipe.activations)
             record.clip_ratios.update({f"{block.path}.{path}": ratio for path in site})
         for path in site:
             on_linear(path, record.errors.get(f"{block.path}.{path}"))
-    return record
+    outputs = run_block(module, *calibration) if calibration is not None else None
+    for path, weight in quantized.items():
+        _linear(module, path).store(weight, layout.linear(block, path))
+    return record, outputs
 
 
 def _linear(module: nn.Module, path: str) -> QuantizedLinear:
@@ -188,7 +198,8 @@ def _quantize_site(
     inputs: SiteInputs | None,
     layout: ModelLayout,
     record: BlockRecord,
-) -> None:
+) -> dict[str, QuantizedWeight]:
+    """The quantized weights of the linears of one site; GPTQ's where its output error is the smaller one."""
     recipe = layout.recipe
     assert recipe.weights is not None
     weights = [linear.float_weight(torch.float32) for linear in linears.values()]
@@ -199,7 +210,8 @@ def _quantize_site(
     hessian = inputs.hessian if inputs is not None else None
     improved = _gptq_or_note(block, linears, stacked, scale, hessian, recipe, record)
     start = 0
-    for (path, linear), weight in zip(linears.items(), weights, strict=True):
+    quantized = {}
+    for path, weight in zip(linears, weights, strict=True):
         rows = slice(start, start + weight.shape[0])
         start += weight.shape[0]
         chosen = QuantizedWeight(rounded.codes[rows], scale[rows])
@@ -214,7 +226,8 @@ def _quantize_site(
                 else:
                     record.notes.append(f"{name}: round-to-nearest kept, GPTQ's output error was larger")
             record.errors[name] = error
-        linear.store(chosen, layout.linear(block, path))
+        quantized[path] = chosen
+    return quantized
 
 
 def _gptq_or_note(

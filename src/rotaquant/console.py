@@ -113,8 +113,8 @@ class Progress:
     def show_note(self, note: str) -> None:
         """Shows nothing here."""
 
-    def close(self) -> None:
-        """Show what was held back."""
+    def close(self, finished: bool = True) -> None:
+        """End; the block in work counts as done if the work is `finished`, not if it failed."""
 
 
 class PlainProgress(Progress):
@@ -140,10 +140,10 @@ class PlainProgress(Progress):
     def show_note(self, note: str) -> None:
         _say(f"warning: {note}")
 
-    def close(self) -> None:
-        if self._last is not None:
+    def close(self, finished: bool = True) -> None:
+        if finished and self._last is not None:
             self._finish(self._last, None)
-            self._last = None
+        self._last = None
 
     def _finish(self, step: Step, seconds_left: float | None) -> None:
         parts = [f"{step.phase}: {_unit(step)} {step.block + 1}/{step.blocks}"]
@@ -175,7 +175,7 @@ class LiveProgress(Progress):
     def show_note(self, note: str) -> None:
         self._live.console.print(f"warning: {note}", style="yellow", markup=False, highlight=False)
 
-    def close(self) -> None:
+    def close(self, finished: bool = True) -> None:
         self._live.stop()
 
     def _draw(self) -> RenderableType:
@@ -207,8 +207,10 @@ def progress(enabled: bool = True) -> Iterator[Progress]:
         shown = LiveProgress(console) if console.is_terminal else PlainProgress()
     try:
         yield shown
-    finally:
-        shown.close()
+    except BaseException:
+        shown.close(finished=False)
+        raise
+    shown.close()
 
 
 def bits_text(recipe: Recipe | None) -> str:

@@ -144,22 +144,23 @@ def _quantize_blocks(run: _Run, sequences: Tensor | None) -> None:
     _write_ends(run)
     for index, block in enumerate(blocks):
         module = run.model.get_submodule(block.path)
+        calibration = None if hidden is None else (hidden, arguments[index])
         record = _restored(run, module, block, index)
-        if record is None:
-            record = _quantize_one(run, module, block, index, None if hidden is None else (hidden, arguments[index]))
+        if record is not None:
+            hidden = None if calibration is None else run_block(module, *calibration)
+        else:
+            record, hidden = _quantize_one(run, module, block, index, calibration)
             tensors = {f"{block.path}.{name}": tensor for name, tensor in module.state_dict().items()}
             run.folder.write(index + 1, tensors, asdict(record))
         run.records.append(record)
         for text in record.notes:
             run.on_step(Step("quantizing", index, len(blocks), note=text))
-        if hidden is not None and index + 1 < len(blocks):
-            hidden = run_block(module, hidden, arguments[index])
         run.model.set_submodule(block.path, nn.Identity())  # releases the block
 
 
 def _quantize_one(
     run: _Run, module: nn.Module, block: Block, index: int, calibration: tuple[Tensor, BlockArguments] | None
-) -> BlockRecord:
+) -> tuple[BlockRecord, Tensor | None]:
     run.source.fill(module, block.path, device=run.device, dtype=torch.float64)
     fold_block_norms(module, block)
     rotate_block(module, block, run.layout.rotation)

@@ -49,15 +49,15 @@ def unpack_unsigned(packed: Tensor, bits: int, columns: int) -> Tensor:
 
 def pack_weight(codes: Tensor, bits: int) -> Tensor:
     """Pack signed weight codes int8 `[out, in]` to int32 `[out, ceil(in*bits/32)]`, offset by 2**(bits-1)."""
-    unsigned = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
-    packed = pack_unsigned(unsigned, bits)
+    # Bytes wrap around, so the offset needs no wider type.
+    packed = pack_unsigned(codes.view(torch.uint8) + (1 << (bits - 1)), bits)
     return torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4)).view(torch.int32)
 
 
 def unpack_weight(packed: Tensor, bits: int, columns: int) -> Tensor:
     """Undo `pack_weight`: int32 `[out, ceil(columns*bits/32)]` -> int8 `[out, columns]`."""
     unsigned = unpack_unsigned(packed.contiguous().view(torch.uint8), bits, columns)
-    return (unsigned.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+    return (unsigned - (1 << (bits - 1))).view(torch.int8)
 
 
 def packed_words(columns: int, bits: int) -> int:

@@ -1,0 +1,127 @@
+"""Opening float models: folders, GGUF files, and every way in which they can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rotaquant import RotaquantError
+from rotaquant.checkpoint import open_source
+from tests.tiny_models import CONFIGS, save_tiny, tiny_model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_skeleton_has_the_buffers_of_the_model(name: str, tmp_path: Path) -> None:
+    """RoPE frequencies are no tensors of the checkpoint: they must come out as `from_pretrained` makes them."""
+    source = open_source(save_tiny(tmp_path / "float", name))
+    skeleton, _ = source.skeleton()
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "float").named_buffers())
+    found = dict(skeleton.named_buffers())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+
+
+def test_a_sharded_folder_reads_as_one(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    source = open_source(tmp_path / "sharded")
+    assert all(torch.equal(source.read(name), tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    source = open_source(save_tiny(tmp_path / "float", "llama-tied"))
+    assert torch.equal(source.read("lm_head.weight"), source.read("model.embed_tokens.weight"))
+    skeleton, _ = source.skeleton()
+    assert skeleton.config.tie_word_embeddings is False
+    assert skeleton.lm_head.weight is not skeleton.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_is_the_models(dtype: torch.dtype, tmp_path: Path) -> None:
+    assert open_source(save_tiny(tmp_path / "float", dtype=dtype)).dtype == dtype
+
+
+def test_head_dim_is_the_configs() -> None:
+    from rotaquant.architectures import describe
+
+    assert describe(tiny_model("llama-wide-heads")).blocks[0].attention.head_dim == 32
+    assert describe(tiny_model("llama")).blocks[0].attention.head_dim == 16
+
+
+class TestRefusals:
+    def refused(self, source: object, match: str) -> None:
+        with pytest.raises(RotaquantError, match=match):
+            open_source(source)
+
+    def test_nothing_there(self) -> None:
+        self.refused("./no/such/folder", "no/such/folder")
+
+    def test_a_hub_id_without_a_hub(self) -> None:
+        self.refused("someone/some-model", "someone/some-model is no local folder, and cannot be fetched from the hub")
+
+    def test_an_empty_folder(self, tmp_path: Path) -> None:
+        self.refused(tmp_path, "is empty")
+
+    def test_a_folder_without_config(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("hello")
+        self.refused(tmp_path, r"holds no config\.json")
+
+    def test_a_folder_without_weights(self, tmp_path: Path) -> None:
+        AutoConfig.for_model("llama").save_pretrained(tmp_path)
+        self.refused(tmp_path, "no model.safetensors")
+
+    def test_a_file_that_is_no_model(self, tmp_path: Path) -> None:
+        (tmp_path / "model.txt").write_text("hello")
+        self.refused(tmp_path / "model.txt", "neither a model folder nor a .gguf file")
+
+    def test_an_unknown_family_is_named_with_the_known_ones(self, tmp_path: Path) -> None:
+        AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
+        self.refused(tmp_path, r"model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3")
+
+    def test_a_name_that_contains_a_family_is_not_that_family(self, tmp_path: Path) -> None:
+        fields = {"model_type": "llama-but-different"}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        self.refused(tmp_path, "'llama-but-different' is not supported")
+
+    def test_a_config_that_is_not_json(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{")
+        self.refused(tmp_path, "not valid JSON")
+
+    def test_a_truncated_shard(self, tmp_path: Path) -> None:
+        source = save_tiny(tmp_path / "float")
+        shard = source / "model.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-10])
+        self.refused(source, r"model\.safetensors is truncated")
+
+    def test_a_missing_shard(self, tmp_path: Path) -> None:
+        tiny_model("llama").save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+        victim = sorted((tmp_path / "sharded").glob("*.safetensors"))[1]
+        victim.unlink()
+        self.refused(tmp_path / "sharded", f"{victim.name} is missing")
+
+    def test_a_missing_tensor(self, tmp_path: Path) -> None:
+        source = save_tiny(tmp_path / "float")
+        tensors = load_file(source / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(RotaquantError, match=r"lacks tensor model\.norm\.weight"):
+            open_source(source).read("model.norm.weight")
+
+    def test_a_model_quantized_by_others(self, tmp_path: Path) -> None:
+        source = save_tiny(tmp_path / "float")
+        fields = json.loads((source / "config.json").read_text())
+        fields["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        (source / "config.json").write_text(json.dumps(fields))
+        self.refused(source, r"already quantized \(gptq\)")
+
+    def test_a_gguf_file_that_is_none(self, tmp_path: Path) -> None:
+        self.refused(tmp_path / "none.gguf", "does not exist")
+        (tmp_path / "bad.gguf").write_bytes(b"not a gguf file at all, really")
+        self.refused(tmp_path / "bad.gguf", "cannot be read as a GGUF model")

@@ -15,6 +15,13 @@ import transformers
 
 transformers.utils.logging.disable_progress_bar()
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests without the marker `gpu` are about the CPU, also on a machine that has a GPU."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 

@@ -339,6 +339,11 @@ def test_failed_demo_keeps_the_earlier_one(folder: Path, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == [kept]
 
 
+def test_demo_shows_one_sentence() -> None:
+    assert demo.first_sentence("It cost 3.50 then. And\nmore.") == "It cost 3.50 then."
+    assert demo.first_sentence("No end in sight") == "No end in sight"
+
+
 def test_demo_without_its_model_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     message = failure(run("demo", "--output", tmp_path / "demo"))

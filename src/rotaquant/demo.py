@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -56,10 +57,12 @@ def run_demo(model: str | Path | None, output: Path, on_step: OnStep | None = No
     is a `RotaquantError`.
     """
     source = find_model() if model is None else Path(model)
-    _require_replaceable(output)
+    # A link stays a link: what it points to is replaced.
+    target = output.resolve()
+    _require_replaceable(target)
     try:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        holder = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.absolute().parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        holder = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent)
     except OSError as error:
         raise RotaquantError(f"nothing can be written beside {output} ({error}): give another --output") from error
     with holder as scratch:
@@ -67,11 +70,17 @@ def run_demo(model: str | Path | None, output: Path, on_step: OnStep | None = No
         comparison = Comparison(str(source), CALIBRATION, PROTOCOL, on_step=on_step)
         rows = comparison.rows(RECIPES, keep={KEPT_RECIPE: finished})
         (finished / _MARKER).write_text("Written by `rotaquant demo`, which replaces this folder when run again.\n")
-        _require_replaceable(output)
-        if output.exists():
-            shutil.rmtree(output)
-        finished.rename(output)
-    return Demo(rows, continue_text(output, PROMPT, max_new_tokens=40), output)
+        _require_replaceable(target)
+        if target.exists():
+            shutil.rmtree(target)
+        finished.rename(target)
+    return Demo(rows, first_sentence(continue_text(output, PROMPT, max_new_tokens=40)), output)
+
+
+def first_sentence(text: str) -> str:
+    """The text up to the end of its first sentence, or all of it."""
+    end = re.search(r"[.!?](?=\s|$)", text)
+    return text[: end.end()] if end else text
 
 
 def _require_replaceable(output: Path) -> None:

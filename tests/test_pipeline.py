@@ -238,7 +238,7 @@ class TestBadInput:
         self.refused(
             source,
             tmp_path / "out",
-            r"group_size 128 does not divide hidden 64, attention output 64, down input 96; group sizes that fit: 16, 32",
+            "group_size 128 does not divide hidden 64, attention output 64, down input 96; group sizes that fit: 16",
             recipe="w4a4kv4-g128",
         )
 
@@ -260,6 +260,12 @@ class TestBadInput:
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
         self.refused(source, tmp_path / "out", "MB free; free some space")
+
+    def test_a_machine_without_memory(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import rotaquant.preflight as preflight
+
+        monkeypatch.setattr(preflight, "available_bytes", lambda: 1000)
+        self.refused(source, tmp_path / "out", "GB of memory on cpu, and 0.0 GB are free: give fewer --samples")
 
     def test_a_disk_that_fills_up(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was finished stays for the next try; nothing looks complete."""

@@ -37,8 +37,8 @@ def test_the_default_carries_the_clips_of_the_paper() -> None:
 
 def test_tuned_differs_in_the_activation_clip_alone() -> None:
     plain, tuned = PRESETS["w4a4kv4"].model_dump(), PRESETS["w4a4kv4-tuned"].model_dump()
-    assert tuned.pop("activations") == {"bits": 4, "group_size": None, "clip_ratio": "search"}
-    assert plain.pop("activations") == {"bits": 4, "group_size": None, "clip_ratio": 0.9}
+    assert tuned.pop("activations") == {"bits": 4, "group_size": None, "clip_ratio": "search", "clip_norm": 2.0}
+    assert plain.pop("activations") == {"bits": 4, "group_size": None, "clip_ratio": 0.9, "clip_norm": 2.0}
     assert {**tuned, "name": "w4a4kv4"} == plain
 
 

@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rotaquant.memory import peak_process_bytes
 from rotaquant.recipe import IntFormat, Recipe
 
 if TYPE_CHECKING:
@@ -48,15 +49,8 @@ def human_time(seconds: float) -> str:
 
 def peak_memory() -> str:
     """The most memory this process has held so far, and the most on CUDA devices where one is in use."""
-    parts = []
-    try:
-        import resource
-    except ImportError:  # Windows
-        pass
-    else:
-        # Kilobytes on Linux, bytes on macOS.
-        unit = 1 if sys.platform == "darwin" else 1024
-        parts.append(human_size(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
+    held = peak_process_bytes()
+    parts = [human_size(held)] if held else []
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count())

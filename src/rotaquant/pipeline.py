@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,11 +19,13 @@ from rotaquant.calibration import BlockArguments, BlockRecord, quantize_block, r
 from rotaquant.checkpoint.card import model_card
 from rotaquant.checkpoint.folder import REPORT, inspect_folder, is_quantized_folder
 from rotaquant.checkpoint.sources import Source, load_tokenizer, open_source, untie
-from rotaquant.checkpoint.writer import PartialFolder, require_space, require_usable_output
+from rotaquant.checkpoint.writer import PartialFolder, require_usable_output
 from rotaquant.data import Calibration, calibration_sequences, read_text, tokenize
 from rotaquant.errors import RotaquantError
 from rotaquant.integrations.transformers import RotaquantConfig, register
 from rotaquant.invariance_gate import require_invariance
+from rotaquant.memory import peak_process_bytes
+from rotaquant.preflight import require_resources
 from rotaquant.recipe import Recipe, resolve_recipe
 from rotaquant.rotation.fuse import fold_block_norms, fuse_ends, rotate_block
 from rotaquant.rotation.plan import plan_rotations
@@ -105,7 +106,7 @@ def quantize(
     sequences, note = _calibration_sequences(source, tokenizer, chosen, calibration, seed)
     if note:
         step(Step("reading", 0, len(architecture.blocks), note=note))
-    require_space(folder, _expected_bytes(skeleton, architecture, layout))
+    require_resources(skeleton, architecture, layout, sequences, target, folder)
     require_invariance(source, layout, target, lambda index: step(Step("checking", index, len(architecture.blocks))))
     partial = PartialFolder(folder, len(architecture.blocks) + 2, _fingerprint(source, layout, sequences))
     run = _Run(source, skeleton, architecture, layout, target, step, partial)
@@ -129,7 +130,7 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes in use so far: of the CUDA device where one is used, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_process_bytes()
 
 
 # --- the blocks --------------------------------------------------------------------------------------------------
@@ -262,15 +263,6 @@ def _original_bytes(source: Source, skeleton: PreTrainedModel, architecture: Arc
     if getattr(source.config, "tie_word_embeddings", False):
         names.pop(f"{architecture.head}.weight")
     return sum(names.values()) * source.dtype.itemsize
-
-
-def _expected_bytes(skeleton: PreTrainedModel, architecture: Architecture, layout: ModelLayout) -> int:
-    bits = layout.recipe.weights.bits if layout.recipe.weights else 8 * layout.torch_scale_dtype().itemsize
-    linears = {f"{block.path}.{path}.weight" for block in architecture.blocks for path in block.linears}
-    return sum(
-        parameter.numel() * bits // 8 if name in linears else parameter.numel() * parameter.element_size()
-        for name, parameter in skeleton.named_parameters()
-    )
 
 
 def _write_rest(run: _Run, path: Path, tokenizer: Any, notes: tuple[str, ...], original_bytes: int) -> None:

@@ -21,12 +21,14 @@ class _Frozen(BaseModel):
 class IntFormat(_Frozen):
     """A grid of 2**bits integers over a row, or over groups of `group_size` columns of it.
 
-    `clip_ratio` shrinks the range that the grid covers; "search" finds the ratio of least error on the data.
+    `clip_ratio` shrinks the range that the grid covers; "search" finds the ratio of least error on the data: for
+    weights per row (or group) by sum(|error|**clip_norm), for activations per site by the layer's output.
     """
 
     bits: int = Field(ge=2, le=8)
     group_size: int | None = Field(default=None, ge=1)
     clip_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["search"] = 1.0
+    clip_norm: float = Field(default=2.0, gt=0.0)
 
 
 class Rotations(_Frozen):

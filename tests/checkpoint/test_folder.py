@@ -66,7 +66,9 @@ class TestContents:
             "tokenizer.json",
             "tokenizer_config.json",
         }
-        assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl", ".tmp")) or name.startswith("part-")]
+        assert not [
+            name for name in names if name.endswith((".bin", ".pt", ".pkl", ".tmp")) or name.startswith("part-")
+        ]
 
     def test_the_config_says_it_all(self, made: Path) -> None:
         fields = json.loads((made / "config.json").read_text())

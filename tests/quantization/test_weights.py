@@ -23,15 +23,16 @@ def test_codes_are_taken_against_the_scale_as_stored(dtype: torch.dtype) -> None
     assert (error <= scale.float() / 2 * (1 + 1e-6))[inside].all()
 
 
+@pytest.mark.parametrize("norm", [2.0, 2.4])
 @pytest.mark.parametrize("group_size", [None, 16])
-def test_the_searched_clip_has_the_least_error_of_its_grid(group_size: int | None) -> None:
+def test_the_searched_clip_has_the_least_error_of_its_grid(group_size: int | None, norm: float) -> None:
     weight = heavy_tailed(6, 64)
 
     def error(clip: float | str) -> torch.Tensor:
-        fmt = IntFormat(bits=4, group_size=group_size, clip_ratio=clip)
+        fmt = IntFormat(bits=4, group_size=group_size, clip_ratio=clip, clip_norm=norm)
         quantized = round_to_nearest(weight, fmt, weight_scale(weight, fmt, torch.float32))
         groups = (quantized.dequantize() - weight).unflatten(-1, (-1, group_size or 64))
-        return groups.abs().pow(2.4).sum(-1)
+        return groups.abs().pow(norm).sum(-1)
 
     searched = error("search")
     fixed = torch.stack([error(round(1 - 0.01 * step, 2)) for step in range(80)])

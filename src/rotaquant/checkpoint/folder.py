@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rotaquant.checkpoint.sources import open_source, quiet_transformers, read_config, read_tokenizer
+from rotaquant.checkpoint.sources import (
+    open_source,
+    quiet_transformers,
+    read_config,
+    read_tokenizer,
+    require_gguf_file,
+)
 from rotaquant.errors import RotaquantError
 from rotaquant.integrations.headers import read_headers
 from rotaquant.integrations.transformers import QUANT_METHOD, RotaquantConfig, register
@@ -66,6 +72,7 @@ def open_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a hub id, folder (quantized or not) or .gguf file."""
     path = Path(model)
     if path.suffix == ".gguf":
+        require_gguf_file(path)
         return read_tokenizer(path.parent, path.name)
     if is_quantized_folder(path):
         return read_tokenizer(path)

@@ -109,9 +109,14 @@ def _in_memory(model: PreTrainedModel) -> Source:
     return Source(origin or type(model).__name__, model.config, model.dtype, read, folder)
 
 
-def _from_gguf(path: Path) -> Source:
+def require_gguf_file(path: Path) -> None:
+    """Raise `RotaquantError` unless the file is there."""
     if not path.is_file():
         raise RotaquantError(f"GGUF file {path} does not exist")
+
+
+def _from_gguf(path: Path) -> Source:
+    require_gguf_file(path)
     config = gguf_config(path)
     require_supported(config.model_type)
     with torch.device("meta"), quiet_transformers():

@@ -19,6 +19,15 @@ from rotaquant.errors import RotaquantError
 _FINGERPRINT = "run.json"
 
 
+def _read_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+_UMASK = _read_umask()  # at import: reading it means setting it, which other threads should not see
+
+
 class PartialFolder:
     """The folder `OUTPUT.partial` of a run in progress; it becomes OUTPUT by one rename when all parts are there.
 
@@ -127,6 +136,8 @@ def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         write(temporary)
+        # safetensors makes its files readable by their owner alone; a model is shared like any other file.
+        os.chmod(temporary, 0o666 & ~_UMASK)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -5,6 +5,8 @@ Legend: V the rotation of one head's values, M the mix of heads, K the order of 
 
 from __future__ import annotations
 
+import random
+
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -95,5 +97,6 @@ def plan_head_mix(heads: int, per_head: Factorisation) -> HeadMix | None:
 def residual_signs(plan: RotationPlan) -> Tensor:
     """The random signs s of the residual rotation Q = diag(s) H: float64 `[hidden]`, the same for the same seed."""
     assert plan.residual is not None
-    generator = torch.Generator().manual_seed(plan.seed)
-    return torch.randint(0, 2, (plan.residual.size,), generator=generator).double() * 2 - 1
+    # Python promises this stream across versions and machines; torch does not promise its own.
+    stream = random.Random(plan.seed)
+    return torch.tensor([float(1 - 2 * stream.getrandbits(1)) for _ in range(plan.residual.size)], dtype=torch.float64)

@@ -68,7 +68,8 @@ def measure(arguments: argparse.Namespace, recipe: str, seed: int) -> dict[str, 
 def environment(device: str) -> dict[str, str]:
     """What the figures were measured on."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    commit = asked.stdout.strip() if asked.returncode == 0 else "unknown"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()})",
         "torch": torch.__version__,

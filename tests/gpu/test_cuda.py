@@ -31,7 +31,8 @@ def test_quantized_on_the_device_it_runs_there_and_on_the_cpu(name: str, tmp_pat
     on_gpu, on_cpu = rotaquant.load(output, device="cuda"), rotaquant.load(output, device="cpu")
     ids = tokens(2, 20)
     got, expected = on_gpu(input_ids=ids.cuda()).logits.cpu(), on_cpu(input_ids=ids).logits
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    # RoPE is float32 in every model: its last bit differs between the devices.
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     generated = on_gpu.generate(input_ids=ids.cuda(), max_new_tokens=8, do_sample=False).cpu()
     assert torch.equal(generated, on_cpu.generate(input_ids=ids, max_new_tokens=8, do_sample=False))
 

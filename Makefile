@@ -27,7 +27,7 @@ PYTEST := $(OFFLINE) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-slow test-gpu clean
+.PHONY: help setup demo check test test-slow test-gpu docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,9 @@ test-slow: $(MODEL_INSTALLED) ## the tests that take minutes, one after another 
 test-gpu: $(MODEL_INSTALLED) ## the tests that need a CUDA device
 	@$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('make test-gpu: torch sees no CUDA device')"
 	$(PYTEST) -m gpu --timeout 600 $(PYTEST_ARGS)
+
+docs: $(INSTALLED) ## write docs/accuracy.md anew from benchmarks/results
+	$(BIN)/python benchmarks/tables.py
 
 clean: ## remove all that the targets above made: .venv, caches, builds, demo/
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist demo src/*.egg-info

@@ -311,6 +311,19 @@ class TestBadInput:
         text.write_text("w3 w4 w5 w6")
         self.refused(source, tmp_path / "out", "4", calibration=Calibration(text=text, samples=1, sequence_length=64))
 
+    def test_sequences_longer_than_the_model(self, source: Path, tmp_path: Path) -> None:
+        self.refused(
+            source, tmp_path / "out", "257 tokens exceed the 256 positions of .*float", calibration=tokens(2, 257)
+        )
+
+    def test_tokens_outside_the_vocabulary(self, source: Path, tmp_path: Path) -> None:
+        self.refused(
+            source,
+            tmp_path / "out",
+            "token 100 is outside the model's vocabulary of 96",
+            calibration=tokens(2, 8) * 0 + 100,
+        )
+
     def test_a_folder_without_tokenizer(self, source: Path, tmp_path: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (source / name).unlink()

@@ -96,6 +96,7 @@ def quantize(
     require_usable_output(folder)
     source = open_source(model)
     skeleton, architecture = source.skeleton()
+    original = _original_bytes(source, skeleton, architecture)
     require_fitting_groups(architecture, chosen)
     layout = ModelLayout(
         recipe=chosen,
@@ -108,11 +109,11 @@ def quantize(
         step(Step("reading", 0, len(architecture.blocks), note=note))
     require_resources(skeleton, architecture, layout, sequences, target, folder)
     require_invariance(source, layout, target, lambda index: step(Step("checking", index, len(architecture.blocks))))
-    partial = PartialFolder(folder, len(architecture.blocks) + 2, _fingerprint(source, layout, sequences))
+    fingerprint = _fingerprint(source, architecture, layout, sequences)
+    partial = PartialFolder(folder, len(architecture.blocks) + 2, fingerprint)
     run = _Run(source, skeleton, architecture, layout, target, step, partial)
     _quantize_blocks(run, sequences)
     notes = tuple(([note] if note else []) + [text for record in run.records for text in record.notes])
-    original = _original_bytes(source, skeleton, architecture)
     partial.finish(lambda path: _write_rest(run, path, tokenizer, notes, original))
     return QuantizationReport(
         output=folder,
@@ -238,31 +239,52 @@ def _calibration_sequences(
     if not recipe.needs_calibration:
         return None, None
     if isinstance(calibration, Tensor):
-        if calibration.ndim != 2 or calibration.dtype != torch.int64:
-            raise RotaquantError(f"calibration tokens must be int64 [sequences, length], got {list(calibration.shape)}")
-        return calibration, None
-    settings = calibration if isinstance(calibration, Calibration) else Calibration(text=calibration)
-    tokens = tokenize(tokenizer or load_tokenizer(source), read_text(settings.text, "calibration"))
-    return calibration_sequences(tokens, settings.samples, settings.sequence_length, seed)
+        sequences, note = calibration.cpu(), None
+        if sequences.ndim != 2 or sequences.dtype != torch.int64 or sequences.numel() == 0:
+            raise RotaquantError(f"calibration tokens must be int64 [sequences, length], got {list(sequences.shape)}")
+    else:
+        settings = calibration if isinstance(calibration, Calibration) else Calibration(text=calibration)
+        tokens = tokenize(tokenizer or load_tokenizer(source), read_text(settings.text, "calibration"))
+        sequences, note = calibration_sequences(tokens, settings.samples, settings.sequence_length, seed)
+    text_config = source.config.get_text_config()
+    limit, length = getattr(text_config, "max_position_embeddings", None), sequences.shape[1]
+    if limit is not None and length > limit:
+        raise RotaquantError(
+            f"calibration sequences of {length} tokens exceed the {limit} positions of {source.name}: "
+            f"give --sequence-length {limit} or less"
+        )
+    low, high = sequences.aminmax()
+    if low < 0 or high >= text_config.vocab_size:
+        raise RotaquantError(
+            f"calibration token {int(high)} is outside the model's vocabulary of {text_config.vocab_size}"
+        )
+    return sequences, note
 
 
-def _fingerprint(source: Source, layout: ModelLayout, sequences: Tensor | None) -> dict[str, Any]:
+def _fingerprint(
+    source: Source, architecture: Architecture, layout: ModelLayout, sequences: Tensor | None
+) -> dict[str, Any]:
     """What must be equal for an interrupted run to be taken up: model, recipe, seed, calibration tokens."""
     tokens = b"" if sequences is None else sequences.contiguous().numpy().tobytes()
+    block = architecture.blocks[0]
+    weights = hashlib.sha256()
+    for name in (f"{architecture.final_norm}.weight", f"{block.path}.{block.attention.v}.weight"):
+        weights.update(source.read(name).double().numpy().tobytes())
     config = json.dumps(source.config.to_dict(), sort_keys=True, default=str)
     return {
         "source": source.name,
         "config": hashlib.sha256(config.encode()).hexdigest(),
+        "weights": weights.hexdigest(),
         "layout": layout.model_dump(mode="json"),
         "calibration": hashlib.sha256(tokens).hexdigest(),
     }
 
 
 def _original_bytes(source: Source, skeleton: PreTrainedModel, architecture: Architecture) -> int:
-    names = {name: parameter.numel() for name, parameter in source.skeleton()[0].named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
     if getattr(source.config, "tie_word_embeddings", False):
-        names.pop(f"{architecture.head}.weight")
-    return sum(names.values()) * source.dtype.itemsize
+        del sizes[f"{architecture.head}.weight"]  # the skeleton's head is untied
+    return sum(sizes.values()) * source.dtype.itemsize
 
 
 def _write_rest(run: _Run, path: Path, tokenizer: Any, notes: tuple[str, ...], original_bytes: int) -> None:

@@ -90,7 +90,8 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
                 parameter.copy_(noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-    return model.to(dtype).eval()
+    model.to(dtype).model.rotary_emb.float()  # a model that is built in its dtype keeps RoPE's frequencies in float32
+    return model.eval()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -70,21 +70,23 @@ def decode_one_by_one(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache
     return cache
 
 
-def test_prefill_equals_decoding(rtn: Path, ids: torch.Tensor) -> None:
-    """The same stored bytes in float64; in float32 a code may flip where the last bit of a product differs."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_prefill_equals_decoding(rtn: Path, ids: torch.Tensor, dtype: torch.dtype) -> None:
+    """The same stored bytes in float64. In float32 the last bit of a product depends on its shape and may flip a code.
+
+    A flip is a few bytes in one layer, from where it spreads; a fault would be many bytes at once, or in layer 0.
+    """
     prompt = ids[:1, :24]
-    differing = {}
-    for dtype in (torch.float64, torch.float32):
-        model = rotaquant.load(rtn, dtype=dtype)
-        prefill = getattr(model(input_ids=prompt, use_cache=True), cache_name(model))
-        decoded = decode_one_by_one(model, prompt)
-        pairs = [(a.keys, b.keys) for a, b in zip(prefill.layers, decoded.layers, strict=True)]
-        pairs += [(a.values, b.values) for a, b in zip(prefill.layers, decoded.layers, strict=True)]
-        total = sum(a.numel() for a, _ in pairs)
-        differing[dtype] = sum(int((a != b).sum()) for a, b in pairs) / total
-    print(f"bytes that differ in float32: {differing[torch.float32]:.2e}")
-    assert differing[torch.float64] == 0
-    assert differing[torch.float32] < 0.05
+    model = rotaquant.load(rtn, dtype=dtype)
+    prefill = getattr(model(input_ids=prompt, use_cache=True), cache_name(model))
+    decoded = decode_one_by_one(model, prompt)
+    rates = []
+    for a, b in zip(prefill.layers, decoded.layers, strict=True):
+        rates.append(torch.cat(((a.keys != b.keys).flatten(), (a.values != b.values).flatten())).double().mean().item())
+    first = next((rate for rate in rates if rate > 0), 0.0)
+    print(f"{dtype}: bytes that differ, by layer: {' '.join(f'{rate:.3f}' for rate in rates)}")
+    assert rates[0] == 0
+    assert first < (0.1 if dtype == torch.float32 else 1e-300)
 
 
 class TestWikiText:

@@ -180,6 +180,7 @@ def quantize_block(
             record.clip_ratios.update({f"{block.path}.{path}": ratio for path in site})
         for path in site:
             on_linear(path, record.errors.get(f"{block.path}.{path}"))
+    # Activations are float up to here: quantizing them while calibrating was tried and brought nothing.
     outputs = run_block(module, *calibration) if calibration is not None else None
     for path, weight in quantized.items():
         _linear(module, path).store(weight, layout.linear(block, path))

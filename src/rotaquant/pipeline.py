@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +176,7 @@ def _quantize_one(
     def tell(path: str, error: float | None) -> None:
         run.on_step(Step("quantizing", index, len(run.architecture.blocks), path, error))
 
-    # Hessians are taken on float activations: quantizing them here was tried and brought nothing.
-    calibrating = run.layout.model_copy(update={"recipe": run.layout.recipe.model_copy(update={"activations": None})})
-    searched = run.layout if _searches(run.layout.recipe) else calibrating
-    return quantize_block(module, block, searched, calibration, tell)
-
-
-def _searches(recipe: Recipe) -> bool:
-    return recipe.activations is not None and recipe.activations.clip_ratio == "search"
+    return quantize_block(module, block, run.layout, calibration, tell)
 
 
 def _restored(run: _Run, module: nn.Module, block: Block, index: int) -> BlockRecord | None:
@@ -192,18 +185,12 @@ def _restored(run: _Run, module: nn.Module, block: Block, index: int) -> BlockRe
     if fields is None:
         return None
     tensors = run.folder.read(index + 1)
-    layout = run.layout.model_copy(update={"recipe": run.layout.recipe.model_copy(update={"activations": None})})
     for path in block.linears:
         linear = module.get_submodule(path)
         assert isinstance(linear, nn.Linear)
-        with torch.device("meta"):
-            quantized = QuantizedLinear(
-                (linear.out_features, linear.in_features),
-                layout.linear(block, path),
-                dtype=run.source.dtype,
-                scale_dtype=layout.torch_scale_dtype(),
-                bias=linear.bias is not None,
-            )
+        # The next block is calibrated on float activations, here as in the run that was interrupted.
+        layout = replace(run.layout.linear(block, path), activations=None)
+        quantized = QuantizedLinear.empty_like(linear, layout, run.layout.torch_scale_dtype())
         module.set_submodule(path, quantized)
     state = {name.removeprefix(f"{block.path}."): tensor.to(run.device) for name, tensor in tensors.items()}
     module.load_state_dict(state, assign=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,14 +19,7 @@ def install(model: PreTrainedModel, layout: ModelLayout) -> Architecture:
             full = f"{block.path}.{path}"
             linear = model.get_submodule(full)
             assert isinstance(linear, nn.Linear)
-            with torch.device(linear.weight.device):
-                quantized = QuantizedLinear(
-                    (linear.out_features, linear.in_features),
-                    layout.linear(block, path),
-                    dtype=linear.weight.dtype,
-                    scale_dtype=layout.torch_scale_dtype(),
-                    bias=linear.bias is not None,
-                )
+            quantized = QuantizedLinear.empty_like(linear, layout.linear(block, path), layout.torch_scale_dtype())
             model.set_submodule(full, quantized)
     install_attention(model, architecture, layout)
     return architecture

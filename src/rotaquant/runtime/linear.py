@@ -55,6 +55,18 @@ class QuantizedLinear(nn.Module):
         self._transform_matrix: Tensor | None = None
 
     @classmethod
+    def empty_like(cls, linear: nn.Linear, layout: LinearLayout, scale_dtype: torch.dtype) -> QuantizedLinear:
+        """A layer of the linear's shape, dtype and device, ready for a checkpoint's tensors."""
+        with torch.device(linear.weight.device):
+            return cls(
+                (linear.out_features, linear.in_features),
+                layout,
+                dtype=linear.weight.dtype,
+                scale_dtype=scale_dtype,
+                bias=linear.bias is not None,
+            )
+
+    @classmethod
     def from_float(cls, linear: nn.Linear, layout: LinearLayout) -> QuantizedLinear:
         """A float layer of the same weight (shared, not copied) under the rotation of `layout`."""
         shape = (linear.out_features, linear.in_features)

@@ -43,7 +43,7 @@ SUMMARY = FolderSummary(
     recipe=PRESETS["w4a4kv4-g64"],
     rotation_seed=7,
     sites={"residual": "576 = 36·16", "head_mix": "9 heads"},
-    rows=(TensorGroup("q_proj", "int4, groups of 64", 5_000_000, 40_000_000, 4.25),),
+    rows=(TensorGroup("q_proj", "int4, groups of 64", 5_000_000, 40_000_000, 4.25, 10_000_000, True),),
     total_bytes=5_000_000,
     original_bytes=40_000_000,
     base_model="some/model",

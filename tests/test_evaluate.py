@@ -166,7 +166,9 @@ def test_quantized_folder_is_measured_as_saved(folder: Path, text: Path, tmp_pat
 
 
 def test_bad_requests_are_named(folder: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(RotaquantError, match=r"length 300 exceeds the 256 positions .*--sequence-length 256"):
+    with pytest.raises(
+        RotaquantError, match=r"sequences of 300 tokens exceed the 256 positions .*--sequence-length 256"
+    ):
         evaluate(folder, text, 300, device="cpu")
     with pytest.raises(RotaquantError, match="holds 500 tokens, but one evaluation window needs 501"):
         evaluate(folder, text, 501, device="cpu")

@@ -97,6 +97,37 @@ class TestSameBytes:
         assert digest(output) == whole
         assert not (tmp_path / "out.partial").exists()
 
+    def test_a_damaged_part_is_made_again(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = digest(run(source, tmp_path / "whole"))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                pipeline_module.PartialFolder, "finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
+            with pytest.raises(KeyboardInterrupt):
+                run(source, tmp_path / "out")
+        partial = tmp_path / "out.partial"
+        shard = partial / "model-00002-of-00004.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-50])
+        (partial / "part-00003.json").write_text("")
+        (partial / "part-00003.json.tmp").write_text("{")
+        run(source, tmp_path / "out")
+        assert digest(tmp_path / "out") == whole
+
+    def test_a_model_changed_since_is_not_mixed_with_the_old_one(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                pipeline_module.PartialFolder, "finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
+            with pytest.raises(KeyboardInterrupt):
+                run(source, tmp_path / "out")
+        model = tiny_model("qwen2")
+        model.model.layers[1].mlp.up_proj.weight.data *= 2
+        model.save_pretrained(source)
+        with pytest.raises(RotaquantError, match="other settings"):
+            run(source, tmp_path / "out")
+
     def test_an_interrupted_run_of_other_settings_is_not_overwritten(
         self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -213,13 +244,17 @@ def test_searched_ratios_are_stored_and_used(tmp_path: Path) -> None:
     assert len(site) == 1  # one quantization of the shared input
 
 
-def test_the_rotation_of_a_checkpoint_is_read_not_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import rotaquant.hadamard as hadamard
-
+def test_the_rotation_of_a_checkpoint_is_read_not_chosen_anew(tmp_path: Path) -> None:
+    """Another factorisation of the same width, written into the config, is what then runs."""
     output = run(save_tiny(tmp_path / "float", "llama-9-heads"), tmp_path / "out")
     expected = rotaquant.load(output)(input_ids=tokens(1, 8)).logits
-    monkeypatch.setattr(hadamard, "factor_or_fallback", lambda *args, **kwargs: pytest.fail("chosen anew"))
-    assert torch.equal(rotaquant.load(output)(input_ids=tokens(1, 8)).logits, expected)
+    config = json.loads((output / "config.json").read_text())
+    rotation = config["quantization_config"]["rotation"]
+    assert (rotation["down_input"]["order"], rotation["down_input"]["exponent"]) == (12, 4)
+    rotation["down_input"] |= {"order": 24, "exponent": 3, "construction": "paley-1"}
+    (output / "config.json").write_text(json.dumps(config))
+    got = rotaquant.load(output)(input_ids=tokens(1, 8)).logits
+    assert ((got - expected).norm() / expected.norm()).item() > 0.1
 
 
 class TestBadInput:
@@ -283,7 +318,7 @@ class TestBadInput:
 
         with monkeypatch.context() as patch:
             patch.setattr(writer, "save_file", full)
-            with pytest.raises(RotaquantError, match=r"disk is full; what is finished is kept in .*out\.partial"):
+            with pytest.raises(RotaquantError, match=r"disk is full, .* what is finished is kept in .*out\.partial"):
                 run(source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         assert not list((tmp_path / "out.partial").glob("*.tmp"))
@@ -313,16 +348,48 @@ class TestBadInput:
 
     def test_sequences_longer_than_the_model(self, source: Path, tmp_path: Path) -> None:
         self.refused(
-            source, tmp_path / "out", "257 tokens exceed the 256 positions of .*float", calibration=tokens(2, 257)
+            source,
+            tmp_path / "out",
+            "sequences of 257 tokens exceed the 256 positions of .*float",
+            calibration=tokens(2, 257),
         )
 
     def test_tokens_outside_the_vocabulary(self, source: Path, tmp_path: Path) -> None:
         self.refused(
             source,
             tmp_path / "out",
-            "token 100 is outside the model's vocabulary of 96",
+            "token 100 is outside the vocabulary of 96",
             calibration=tokens(2, 8) * 0 + 100,
         )
+
+    @pytest.mark.parametrize("text", ["{bad", "[]", '{"num_beams": 4, "num_return_sequences": 9}'])
+    def test_a_generation_config_that_is_no_use(self, source: Path, tmp_path: Path, text: str) -> None:
+        (source / "generation_config.json").write_text(text)
+        self.refused(source, tmp_path / "out", r"generation_config\.json cannot be used", recipe="w4a4kv4-rtn")
+
+    @pytest.mark.parametrize("seed", [-1, 2**64])
+    def test_a_seed_out_of_range(self, source: Path, tmp_path: Path, seed: int) -> None:
+        self.refused(source, tmp_path / "out", r"seed \(--seed\) must be a whole number from 0", seed=seed)
+
+    def test_an_output_that_cannot_be_replaced(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        self.refused(source, tmp_path / "link", "is a link, a mount point or the current directory")
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        self.refused(source, tmp_path / "dangling", "is a link")
+        monkeypatch.chdir(tmp_path / "real")
+        with pytest.raises(RotaquantError, match="the current directory"):
+            rotaquant.quantize(source, "w4a4kv4-rtn", output=".")
+
+    @pytest.mark.parametrize(
+        "change", [{"hidden_size": "64"}, {"hidden_act": "bogus"}, {"num_attention_heads": 0}, {"num_hidden_layers": 0}]
+    )
+    def test_a_config_that_makes_no_model(self, source: Path, tmp_path: Path, change: dict[str, object]) -> None:
+        fields = json.loads((source / "config.json").read_text()) | change
+        (source / "config.json").write_text(json.dumps(fields))
+        self.refused(source, tmp_path / "out", "not one that transformers can use|has no layers", recipe="w4a4kv4-rtn")
 
     def test_a_folder_without_tokenizer(self, source: Path, tmp_path: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -82,6 +82,8 @@ def test_a_nameless_file_is_named_after_itself(tmp_path: Path) -> None:
         ("rotations: {head_mix: true, value_head: false}", "value_head"),
         ("keys: {bits: 4, clip_ratio: search}", "keys"),
         ("gptq: {}", "gptq"),
+        ("weights: {bits: 4, group_size: 32}\nactivations: {bits: 4, group_size: 16}", "same group_size"),
+        ("weights: {bits: 4, clip_norm: .inf}", r"weights\.clip_norm"),
         ("weights: {bits: 4, clip_ratio: 1.5}", r"weights\.clip_ratio"),
         ("- 1", "mapping"),
         ("weights: [", "YAML"),

@@ -158,7 +158,7 @@ def quantize_block(
     record = BlockRecord()
     recipe = layout.recipe
     quantized: dict[str, QuantizedWeight] = {}
-    searches = recipe.activations is not None and recipe.activations.clip_ratio == "search"
+    searches = recipe.searches_activations
     for site in block.sites:
         linears = {path: _linear(module, path) for path in site}
         inputs = None

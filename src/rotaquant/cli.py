@@ -22,7 +22,7 @@ from rotaquant.data import Calibration
 from rotaquant.errors import RotaquantError
 from rotaquant.recipe import PRESETS, resolve_recipe
 
-# torch and transformers take seconds to import: each command imports what it runs, and `--help` none of it.
+# Each command imports what it runs, so that a wrong option or recipe is told before models are touched.
 
 INTERRUPTED = 130
 
@@ -37,6 +37,8 @@ class _Commands(TyperGroup):
             _end(f"error: {error}", 1)
         except KeyboardInterrupt:
             _end("interrupted", INTERRUPTED)
+        except OSError as error:
+            _end(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""), 1)
 
 
 def _end(message: str, code: int) -> NoReturn:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rotaquant import checkpoint, pipeline
+from rotaquant.checkpoint.sources import require_positions, require_vocabulary
 from rotaquant.data import (
     Calibration,
     calibration_sequences,
@@ -29,6 +30,7 @@ from rotaquant.data import (
 )
 from rotaquant.errors import RotaquantError
 from rotaquant.recipe import PRESETS, Recipe, resolve_recipe
+from rotaquant.runtime.layout import require_fitting_groups
 
 OnWindow = Callable[[int, int], None]
 OnStep = Callable[[pipeline.Step], None]
@@ -174,7 +176,8 @@ def evaluate(
 def _windows(model: str, protocol: Protocol) -> Tensor:
     # Text and tokenizer come before the model: what can fail fast does.
     check_sequence_length(protocol.sequence_length)
-    tokens = tokenize(checkpoint.open_tokenizer(model), read_text(protocol.text, "evaluation"))
+    text = read_text(protocol.text, "evaluation")
+    tokens = tokenize(checkpoint.open_tokenizer(model), text)
     return evaluation_windows(tokens, protocol.sequence_length, protocol.windows)
 
 
@@ -188,12 +191,8 @@ def _measure(
     model: PreTrainedModel, name: str, windows: Tensor, protocol: Protocol, on_window: OnWindow | None
 ) -> Perplexity:
     count, length = windows.shape
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and length > limit:
-        raise RotaquantError(
-            f"sequence length {length} exceeds the {limit} positions of {name} (max_position_embeddings): "
-            f"give --sequence-length {limit} or less"
-        )
+    require_positions(model.config, length, name)
+    require_vocabulary(model.config, windows, name)
     value = perplexity(model, windows, on_window)
     return Perplexity(value, count * length, count, length, str(protocol.text), name, _recipe_name(model))
 
@@ -231,8 +230,13 @@ class Comparison:
                 f"{self.model} is already quantized: compare the float model, or use `rotaquant evaluate`"
             )
         windows = _windows(self.model, self.protocol)
+        source = checkpoint.open_source(self.model)
+        _, architecture = source.skeleton()
+        for recipe in resolved:
+            require_fitting_groups(architecture, recipe)
+        require_positions(source.config, self.protocol.sequence_length, self.model)
         if any(recipe.needs_calibration for recipe in resolved):
-            self._check_calibration()
+            self._check_calibration(source.config)
         kept = keep or {}
         measured, bits = self._float_perplexity(windows)
         rows: list[Row] = []
@@ -244,10 +248,11 @@ class Comparison:
                     rows.append(self._quantized_row(recipe, scratch / "quantized", windows))
         return [Row("float", None, measured, bits, rows[0].original_size, rows[0].original_size), *rows]
 
-    def _check_calibration(self) -> None:
+    def _check_calibration(self, config: Any) -> None:
         settings = self.calibration
         tokens = tokenize(checkpoint.open_tokenizer(self.model), read_text(settings.text, "calibration"))
         calibration_sequences(tokens, settings.samples, settings.sequence_length, self.seed)
+        require_positions(config, settings.sequence_length, self.model)
 
     def _float_perplexity(self, windows: Tensor) -> tuple[Perplexity, float]:
         model = checkpoint.open_float_model(self.model, device=self.device)
@@ -308,11 +313,13 @@ def continue_text(folder: str | Path, prompt: str, max_new_tokens: int = 64, dev
     """
     if max_new_tokens < 1:
         raise RotaquantError(f"the number of new tokens (--max-new-tokens) must be at least 1, not {max_new_tokens}")
+    checkpoint.require_quantized_folder(folder)
     tokenizer = checkpoint.open_tokenizer(str(folder))
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if encoded["input_ids"].numel() == 0:
         raise RotaquantError("the prompt is empty: give at least one word to continue")
     model = checkpoint.load(folder, device=device)
+    require_vocabulary(model.config, encoded["input_ids"], str(folder))
     generated = model.generate(
         **encoded.to(model.device),
         max_new_tokens=max_new_tokens,

@@ -12,13 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rotaquant.architectures import Architecture, Block
 from rotaquant.calibration import BlockArguments, BlockRecord, quantize_block, record_block_inputs, run_block
 from rotaquant.checkpoint.card import model_card
 from rotaquant.checkpoint.folder import REPORT, inspect_folder, is_quantized_folder
-from rotaquant.checkpoint.sources import Source, load_tokenizer, open_source, untie
+from rotaquant.checkpoint.sources import (
+    Source,
+    load_generation_config,
+    load_tokenizer,
+    open_source,
+    require_positions,
+    require_vocabulary,
+    untie,
+)
 from rotaquant.checkpoint.writer import PartialFolder, require_usable_output
 from rotaquant.data import Calibration, calibration_sequences, read_text, tokenize
 from rotaquant.errors import RotaquantError
@@ -93,7 +101,10 @@ def quantize(
     started = time.monotonic()
     step = on_step or (lambda _: None)
     chosen, target, folder = resolve_recipe(recipe), resolve_device(device), Path(output)
+    if not 0 <= seed < 2**63 or int(seed) != seed:
+        raise RotaquantError(f"the seed (--seed) must be a whole number from 0 to 2**63 - 1, not {seed}")
     require_usable_output(folder)
+    text = _calibration_text(chosen, calibration)
     source = open_source(model)
     skeleton, architecture = source.skeleton()
     original = _original_bytes(source, skeleton, architecture)
@@ -104,12 +115,13 @@ def quantize(
         scale_dtype=str(source.dtype).removeprefix("torch."),
     )
     tokenizer = load_tokenizer(source) if source.folder is not None or source.gguf_file else None
-    sequences, note = _calibration_sequences(source, tokenizer, chosen, calibration, seed)
+    load_generation_config(source)
+    sequences, note = _calibration_sequences(source, tokenizer, calibration, text, seed)
     if note:
         step(Step("reading", 0, len(architecture.blocks), note=note))
     require_resources(skeleton, architecture, layout, sequences, target, folder)
     require_invariance(source, layout, target, lambda index: step(Step("checking", index, len(architecture.blocks))))
-    fingerprint = _fingerprint(source, architecture, layout, sequences)
+    fingerprint = _fingerprint(source, skeleton, layout, sequences)
     partial = PartialFolder(folder, len(architecture.blocks) + 2, fingerprint)
     run = _Run(source, skeleton, architecture, layout, target, step, partial)
     _quantize_blocks(run, sequences)
@@ -220,43 +232,44 @@ def _write_ends(run: _Run) -> None:
 # --- before and after ---------------------------------------------------------------------------------------------
 
 
+def _calibration_text(recipe: Recipe, calibration: str | Path | Calibration | Tensor) -> str | None:
+    """The text to calibrate on, read before the model is opened, or `None` where none is needed."""
+    if not recipe.needs_calibration or isinstance(calibration, Tensor):
+        return None
+    return read_text(calibration.text if isinstance(calibration, Calibration) else calibration, "calibration")
+
+
 def _calibration_sequences(
-    source: Source, tokenizer: Any, recipe: Recipe, calibration: str | Path | Calibration | Tensor, seed: int
+    source: Source, tokenizer: Any, calibration: str | Path | Calibration | Tensor, text: str | None, seed: int
 ) -> tuple[Tensor | None, str | None]:
-    if not recipe.needs_calibration:
+    if text is None and not isinstance(calibration, Tensor):
         return None, None
     if isinstance(calibration, Tensor):
         sequences, note = calibration.cpu(), None
         if sequences.ndim != 2 or sequences.dtype != torch.int64 or sequences.numel() == 0:
-            raise RotaquantError(f"calibration tokens must be int64 [sequences, length], got {list(sequences.shape)}")
+            got = f"{sequences.dtype} {list(sequences.shape)}"
+            raise RotaquantError(f"calibration tokens must be int64 [sequences, length], got {got}")
     else:
         settings = calibration if isinstance(calibration, Calibration) else Calibration(text=calibration)
-        tokens = tokenize(tokenizer or load_tokenizer(source), read_text(settings.text, "calibration"))
+        assert text is not None
+        tokens = tokenize(tokenizer or load_tokenizer(source), text)
         sequences, note = calibration_sequences(tokens, settings.samples, settings.sequence_length, seed)
-    text_config = source.config.get_text_config()
-    limit, length = getattr(text_config, "max_position_embeddings", None), sequences.shape[1]
-    if limit is not None and length > limit:
-        raise RotaquantError(
-            f"calibration sequences of {length} tokens exceed the {limit} positions of {source.name}: "
-            f"give --sequence-length {limit} or less"
-        )
-    low, high = sequences.aminmax()
-    if low < 0 or high >= text_config.vocab_size:
-        raise RotaquantError(
-            f"calibration token {int(high)} is outside the model's vocabulary of {text_config.vocab_size}"
-        )
+    require_positions(source.config, sequences.shape[1], source.name)
+    require_vocabulary(source.config, sequences, source.name)
     return sequences, note
 
 
 def _fingerprint(
-    source: Source, architecture: Architecture, layout: ModelLayout, sequences: Tensor | None
+    source: Source, skeleton: PreTrainedModel, layout: ModelLayout, sequences: Tensor | None
 ) -> dict[str, Any]:
     """What must be equal for an interrupted run to be taken up: model, recipe, seed, calibration tokens."""
     tokens = b"" if sequences is None else sequences.contiguous().numpy().tobytes()
-    block = architecture.blocks[0]
     weights = hashlib.sha256()
-    for name in (f"{architecture.final_norm}.weight", f"{block.path}.{block.attention.v}.weight"):
-        weights.update(source.read(name).double().numpy().tobytes())
+    for file in source.files:
+        weights.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}\n".encode())
+    if not source.files:  # a model in memory has no date: all of it is read
+        for name, _ in skeleton.named_parameters():
+            weights.update(source.read(name).double().cpu().numpy().tobytes())
     config = json.dumps(source.config.to_dict(), sort_keys=True, default=str)
     return {
         "source": source.name,
@@ -285,10 +298,7 @@ def _write_rest(run: _Run, path: Path, tokenizer: Any, notes: tuple[str, ...], o
     config.architectures = [type(run.model).__name__]
     config.quantization_config = RotaquantConfig(**layout.model_dump(mode="json")).to_dict()
     config.save_pretrained(path)
-    generation = GenerationConfig.from_model_config(run.source.config)
-    if run.source.folder is not None and (run.source.folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(run.source.folder)
-    generation.save_pretrained(path)
+    load_generation_config(run.source).save_pretrained(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
     base_model = _base_model(run.source)

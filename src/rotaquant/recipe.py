@@ -28,7 +28,7 @@ class IntFormat(_Frozen):
     bits: int = Field(ge=2, le=8)
     group_size: int | None = Field(default=None, ge=1)
     clip_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["search"] = 1.0
-    clip_norm: float = Field(default=2.0, gt=0.0)
+    clip_norm: float = Field(default=2.0, gt=0.0, le=16.0)
 
 
 class Rotations(_Frozen):
@@ -77,6 +77,11 @@ class Recipe(_Frozen):
     def _consistent(self) -> Recipe:
         if self.gptq is not None and self.weights is None:
             raise ValueError("gptq quantizes weights: give `weights` a format, or leave `gptq` out")
+        sizes = {fmt.group_size for fmt in (self.weights, self.activations) if fmt and fmt.group_size}
+        if len(sizes) > 1:
+            raise ValueError(
+                "weights and activations with groups need the same group_size: their products are summed by it"
+            )
         for part in ("keys", "values"):
             fmt: IntFormat | None = getattr(self, part)
             if fmt is not None and fmt.clip_ratio == "search":
@@ -86,8 +91,12 @@ class Recipe(_Frozen):
     @property
     def needs_calibration(self) -> bool:
         """Whether quantizing by this recipe reads calibration text."""
-        searched = self.activations is not None and self.activations.clip_ratio == "search"
-        return self.gptq is not None or searched
+        return self.gptq is not None or self.searches_activations
+
+    @property
+    def searches_activations(self) -> bool:
+        """Whether the clip ratios of activations are searched on calibration text."""
+        return self.activations is not None and self.activations.clip_ratio == "search"
 
     def to_yaml(self) -> str:
         """The recipe as a YAML document that `resolve_recipe` reads back."""

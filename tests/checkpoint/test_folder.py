@@ -166,6 +166,17 @@ class TestRefusals:
         edit_config(folder, rotation={"seed": 0, "residual": {"size": 64}})
         self.refused_by_both(folder, r"quantization_config is damaged at rotation\.residual")
 
+    @pytest.mark.parametrize("site", ["residual", "value_head", "head_mix", "query_key", "down_input"])
+    def test_a_rotation_that_contradicts_the_recipe(self, folder: Path, site: str) -> None:
+        rotation = json.loads((folder / "config.json").read_text())["quantization_config"]["rotation"]
+        edit_config(folder, rotation={**rotation, site: None})
+        self.refused_by_both(folder, f"damaged: rotation '{site}' contradicts")
+
+    @pytest.mark.parametrize("text", ["", "{}", '{"weight_map": []}'])
+    def test_a_damaged_index(self, folder: Path, text: str) -> None:
+        (folder / "model.safetensors.index.json").write_text(text)
+        self.refused(folder, r"model\.safetensors\.index\.json")
+
     def test_a_missing_tensor(self, folder: Path) -> None:
         name = edit_shard(folder, 1, lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale") is None or "up_proj")
         assert name

@@ -109,6 +109,26 @@ def test_an_empty_cache_of_the_users_is_filled_in_place(quantized: dict[str, Pre
     torch.testing.assert_close(continued, whole, rtol=1e-9, atol=1e-9)
 
 
+def test_another_attention_is_refused_not_run_with_a_float_cache(tmp_path: Path) -> None:
+    rotaquant.quantize(tiny_model("llama"), "w4a4kv4-rtn", output=tmp_path / "out")
+    model = rotaquant.load(tmp_path / "out")
+    model.set_attn_implementation("sdpa")
+    for use_cache in (True, False):
+        with pytest.raises(rotaquant.RotaquantError, match=r"set_attn_implementation\('rotaquant'\)"):
+            model(input_ids=tokens(1, 4), use_cache=use_cache)
+
+
+def test_autocast_does_not_touch_the_integers(tmp_path: Path) -> None:
+    rotaquant.quantize(tiny_model("llama-biased"), "w4a4kv4-rtn", output=tmp_path / "out")
+    model, ids = rotaquant.load(tmp_path / "out"), tokens(2, 9)
+    linear = model.model.layers[0].mlp.down_proj
+    x = torch.randn(3, linear.in_features)
+    expected = linear(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x), expected)
+        assert torch.isfinite(model(input_ids=ids, use_cache=True).logits).all()
+
+
 def test_beams_reorder_the_packed_cache(quantized: dict[str, PreTrainedModel]) -> None:
     model, ids = quantized["llama-9-heads"], tokens(2, 5)
     cached = model.generate(input_ids=ids, max_new_tokens=8, num_beams=3, do_sample=False)

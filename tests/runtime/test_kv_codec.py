@@ -21,6 +21,17 @@ def test_rows_come_back_within_half_a_step(bits: int, head_dim: int) -> None:
     assert ((codec.decode(rows, torch.float32) - x).abs() <= step * 0.51 + 2e-3).all()
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("head_dim", [6, 8, 40, 72])
+def test_one_row_alone_decodes_like_many(bits: int, head_dim: int) -> None:
+    """The scale of a row may start at an odd byte."""
+    codec = RowCodec(head_dim, IntFormat(bits=bits))
+    rows = codec.encode(torch.randn(1, 1, 2, head_dim))
+    both = codec.decode(rows, torch.float32)
+    assert torch.equal(codec.decode(rows[:, :, :1], torch.float32), both[:, :, :1])
+    assert torch.equal(codec.decode(rows[:, :, 1:], torch.float32), both[:, :, 1:])
+
+
 def test_a_row_of_128_at_4_bits_is_its_codes_and_four_bytes() -> None:
     assert RowCodec(128, IntFormat(bits=4)).row_bytes == 64 + 4
 

@@ -24,6 +24,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     """
     require_supported(model.config.model_type)
     architecture = FAMILIES[model.config.model_type](model)
+    if not architecture.blocks:
+        raise RotaquantError(f"{type(model).__name__} has no layers: there is nothing to quantize")
     _check_paths(model, architecture)
     return architecture
 

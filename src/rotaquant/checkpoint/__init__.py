@@ -8,6 +8,7 @@ from rotaquant.checkpoint.folder import (
     load,
     open_float_model,
     open_tokenizer,
+    require_quantized_folder,
 )
 from rotaquant.checkpoint.sources import Source, open_source
 
@@ -21,4 +22,5 @@ __all__ = [
     "open_float_model",
     "open_source",
     "open_tokenizer",
+    "require_quantized_folder",
 ]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rotaquant.checkpoint.sources import (
     open_source,
     quiet_transformers,
     read_config,
+    read_json,
     read_tokenizer,
+    read_weight_map,
     require_gguf_file,
 )
 from rotaquant.errors import RotaquantError
@@ -33,11 +37,10 @@ def is_quantized_folder(path: str | Path) -> bool:
     if not config.is_file():
         return False
     try:
-        fields = json.loads(config.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        quantization = read_json(config).get("quantization_config")
+    except RotaquantError:
         return False
-    method: Any = (fields.get("quantization_config") or {}).get("quant_method")
-    return bool(method == QUANT_METHOD)
+    return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
 
 
 def load(
@@ -81,6 +84,11 @@ def open_tokenizer(model: str | Path) -> Any:
     return read_tokenizer(source.folder)
 
 
+def require_quantized_folder(folder: str | Path) -> None:
+    """Raise `RotaquantError` unless `folder` is a folder of ours that this version reads."""
+    quantized_config(Path(folder))
+
+
 def quantized_config(path: Path) -> RotaquantConfig:
     """The quantization config of a folder of ours, checked; raises `RotaquantError` for any other folder."""
     register()
@@ -97,7 +105,7 @@ def _shards(path: Path) -> list[Path]:
         if single.is_file():  # written by save_pretrained
             return [single]
         raise RotaquantError(f"{path} lacks {_INDEX}: it is incomplete; copy or quantize it again")
-    return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [path / name for name in sorted(set(read_weight_map(index).values()))]
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,8 @@ class TensorGroup:
     bytes: int
     original_bytes: int
     bits_per_weight: float
+    weights: int
+    quantized: bool
 
 
 @dataclass(frozen=True)
@@ -126,11 +136,12 @@ class FolderSummary:
 
     @property
     def quantized_bits_per_weight(self) -> float:
-        """Bits on disk per weight of the quantized linears, scales included."""
-        linears = [row for row in self.rows if row.name.endswith("_proj")]
-        bits = sum(row.bytes for row in linears) * 8
-        weights = sum(row.bytes * 8 / row.bits_per_weight for row in linears if row.bits_per_weight)
-        return bits / weights if weights else 0.0
+        """Bits on disk per weight of the quantized linears, scales included; those of a float where none are."""
+        linears = [row for row in self.rows if row.quantized]
+        if not linears:
+            return max(row.bits_per_weight for row in self.rows)
+        weights = sum(row.weights for row in linears)
+        return sum(row.bits_per_weight * row.weights for row in linears) / weights
 
 
 def inspect_folder(path: str | Path) -> FolderSummary:
@@ -139,9 +150,9 @@ def inspect_folder(path: str | Path) -> FolderSummary:
     config = quantized_config(folder)
     layout = config.layout
     headers = read_headers(_shards(folder))
-    report = json.loads((folder / REPORT).read_text()) if (folder / REPORT).is_file() else {}
+    report = read_json(folder / REPORT) if (folder / REPORT).is_file() else {}
     item = torch.empty(0, dtype=layout.torch_scale_dtype()).element_size()
-    rows = _group(headers, layout, item)
+    rows = _group(headers, _weight_counts(_shards(folder)), layout, item)
     return FolderSummary(
         recipe=layout.recipe,
         rotation_seed=layout.rotation.seed,
@@ -157,37 +168,52 @@ def inspect_folder(path: str | Path) -> FolderSummary:
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 
 
-def _group(headers: dict[str, tuple[tuple[int, ...], str]], layout: ModelLayout, item: int) -> tuple[TensorGroup, ...]:
-    stored: dict[str, int] = {}
-    weights: dict[str, int] = {}
+def _group(
+    headers: dict[str, tuple[tuple[int, ...], str]], shapes: dict[str, int], layout: ModelLayout, item: int
+) -> tuple[TensorGroup, ...]:
+    """Sizes by the last part of the module's path; `shapes` gives the weights that each packed tensor holds."""
+    stored: Counter[str] = Counter()
+    weights: Counter[str] = Counter()
+    biases: Counter[str] = Counter()
     quantized: set[str] = set()
     for name, (shape, tag) in headers.items():
         module, _, kind = name.rpartition(".")
         group = module.rpartition(".")[2]
-        count = 1
-        for extent in shape:
-            count *= extent
-        stored[group] = stored.get(group, 0) + count * _ITEM_BYTES[tag]
+        count = math.prod(shape)
+        stored[group] += count * _ITEM_BYTES[tag]
         if kind == "weight_packed":
             quantized.add(group)
-            assert layout.recipe.weights is not None
-            # Rows are padded to whole words; the scale's module shape gives the exact count.
-            weights[group] = weights.get(group, 0) + shape[0] * (shape[1] * 32 // layout.recipe.weights.bits)
+            weights[group] += shapes[module]
+        elif kind == "bias":
+            biases[group] += count
         elif kind not in {"weight_scale", "weight_shape"}:
-            weights[group] = weights.get(group, 0) + count
+            weights[group] += count
     return tuple(
         TensorGroup(
             name=group,
             format=_format(layout.recipe.weights) if group in quantized else layout.scale_dtype,
             bytes=stored[group],
-            original_bytes=weights[group] * item,
-            bits_per_weight=stored[group] * 8 / weights[group] if weights[group] else 0.0,
+            original_bytes=(weights[group] + biases[group]) * item,
+            bits_per_weight=(stored[group] - biases[group] * item) * 8 / weights[group] if weights[group] else 0.0,
+            weights=weights[group],
+            quantized=group in quantized,
         )
         for group in sorted(stored)
     )
 
 
+def _weight_counts(files: list[Path]) -> dict[str, int]:
+    """Module path -> weights of its packed tensor, whose own width is padded to whole words."""
+    counts = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                if name.endswith(".weight_shape"):
+                    counts[name.removesuffix(".weight_shape")] = int(opened.get_tensor(name).prod())
+    return counts
+
+
 def _format(fmt: IntFormat | None) -> str:
     if fmt is None:
         return "float"
-    return f"int{fmt.bits}, " + (f"groups of {fmt.group_size}" if fmt.group_size else "per channel")
+    return f"int{fmt.bits}, " + (f"per {fmt.group_size}" if fmt.group_size else "per channel")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from rotaquant.architectures import Architecture, describe, require_supported
 from rotaquant.checkpoint.gguf import gguf_config, gguf_tensors
@@ -40,13 +41,14 @@ class Source:
     read: Callable[[str], Tensor]
     folder: Path | None
     gguf_file: str | None = None
-    tokenizer: Any = None
+    files: tuple[Path, ...] = ()
+    generation: GenerationConfig | None = None
 
     def skeleton(self) -> tuple[PreTrainedModel, Architecture]:
         """The model without weights (meta device, head untied, buffers computed), and its roles."""
         config = copy.deepcopy(self.config)
         untie(config)
-        with torch.device("meta"), quiet_transformers():
+        with torch.device("meta"), quiet_transformers(), _naming_the_config(self.name):
             model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
         model.eval()
         compute_buffers(model)
@@ -106,7 +108,8 @@ def _in_memory(model: PreTrainedModel) -> Source:
     read = _reader(tensors.__getitem__, set(tensors), model.config, "the model in memory")
     origin = str(getattr(model.config, "name_or_path", "") or "")
     folder = Path(origin) if origin and Path(origin).is_dir() else None
-    return Source(origin or type(model).__name__, model.config, model.dtype, read, folder)
+    name = origin or type(model).__name__
+    return Source(name, model.config, model.dtype, read, folder, generation=model.generation_config)
 
 
 def require_gguf_file(path: Path) -> None:
@@ -119,12 +122,12 @@ def _from_gguf(path: Path) -> Source:
     require_gguf_file(path)
     config = gguf_config(path)
     require_supported(config.model_type)
-    with torch.device("meta"), quiet_transformers():
+    with torch.device("meta"), quiet_transformers(), _naming_the_config(str(path)):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     names, load = gguf_tensors(path, skeleton)
     read = _reader(load, names, config, str(path))
     # A GGUF file's own block formats are not computed in; transformers unpacks them to float32, and so do we.
-    return Source(str(path), config, torch.float32, read, path.parent, gguf_file=path.name)
+    return Source(str(path), config, torch.float32, read, path.parent, gguf_file=path.name, files=(path,))
 
 
 def _from_folder(path: Path, name: str) -> Source:
@@ -133,12 +136,15 @@ def _from_folder(path: Path, name: str) -> Source:
     require_supported(config.model_type)
     index = path / _INDEX
     if index.is_file():
-        weight_map: dict[str, str] = _read_json(index)["weight_map"]
+        weight_map = read_weight_map(index)
     elif (path / _SINGLE).is_file():
         weight_map = {tensor: _SINGLE for tensor in read_headers([path / _SINGLE])}
     else:
         raise RotaquantError(f"{path} holds no {_SINGLE} and no {_INDEX}; convert the weights to safetensors first")
-    read_headers(sorted({path / file for file in weight_map.values()}))
+    files = tuple(sorted({path / file for file in weight_map.values()}))
+    absent = sorted(weight_map.keys() - read_headers(files).keys())
+    if absent:
+        raise RotaquantError(f"{path / weight_map[absent[0]]} lacks tensor {absent[0]}, which the index places there")
 
     def load(tensor: str) -> Tensor:
         with safe_open(path / weight_map[tensor], framework="pt") as opened:
@@ -149,7 +155,7 @@ def _from_folder(path: Path, name: str) -> Source:
     dtype = getattr(config, "dtype", None)
     if not isinstance(dtype, torch.dtype):
         dtype = next(read(tensor) for tensor in weight_map).dtype
-    return Source(name, config, dtype, read, path)
+    return Source(name, config, dtype, read, path, files=files)
 
 
 def _reader(load: Callable[[str], Tensor], names: set[str], config: Any, where: str) -> Callable[[str], Tensor]:
@@ -175,16 +181,40 @@ def read_config(path: Path) -> Any:
         raise RotaquantError(f"{path} is empty")
     if not (path / "config.json").is_file():
         raise RotaquantError(f"{path} holds no config.json: it is no (finished) model folder")
-    fields = _read_json(path / "config.json")
+    fields = read_json(path / "config.json")
     require_supported(str(fields.get("model_type")))
-    return AutoConfig.from_pretrained(path)
+    with _naming_the_config(str(path)):
+        return AutoConfig.from_pretrained(path)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file of a sharded checkpoint's index; raises naming the index where it is damaged."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise RotaquantError(f"{index} has no weight_map: it is damaged; get an undamaged copy")
+    return weight_map
+
+
+@contextmanager
+def _naming_the_config(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RotaquantError:
+        raise
+    except Exception as error:  # transformers checks configs in many places, each with exceptions of its own
+        raise RotaquantError(
+            f"the config of {name} is not one that transformers can use: {_first_line(error)}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises `RotaquantError` naming the file where it holds none."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RotaquantError(f"{path} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise RotaquantError(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(fields, dict):
         raise RotaquantError(f"{path} does not hold a JSON object")
     return fields
@@ -200,7 +230,9 @@ def _refuse_quantized(config: Any, name: str) -> None:
 
 def _download(model: str) -> Path:
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        # Some repositories ship the weights a second time, in their authors' own layout.
+        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=["consolidated*", "original/*"]))
     except HFValidationError as error:
         raise RotaquantError(f"{model} does not exist, and is no hub id") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
@@ -226,10 +258,45 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+def load_generation_config(source: Source) -> GenerationConfig:
+    """How the source generates by default; raises `RotaquantError` naming a generation_config.json that is no use."""
+    if source.generation is not None:
+        return source.generation
+    path = source.folder / "generation_config.json" if source.folder is not None else None
+    if path is None or not path.is_file():
+        return GenerationConfig.from_model_config(source.config)
+    try:
+        config = GenerationConfig.from_pretrained(path.parent)
+        with tempfile.TemporaryDirectory() as scratch:
+            config.save_pretrained(scratch)  # transformers checks it only here
+    except Exception as error:
+        raise RotaquantError(f"{path} cannot be used: {_first_line(error)}; mend or remove it") from error
+    return config
+
+
+def require_positions(config: Any, length: int, name: str) -> None:
+    """Raise `RotaquantError` when sequences of `length` tokens exceed the model's positions."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise RotaquantError(
+            f"sequences of {length} tokens exceed the {limit} positions of {name} (max_position_embeddings): "
+            f"give --sequence-length {limit} or less"
+        )
+
+
+def require_vocabulary(config: Any, ids: Tensor, name: str) -> None:
+    """Raise `RotaquantError` when token ids are outside the model's vocabulary."""
+    size = config.get_text_config().vocab_size
+    low, high = (int(value) for value in ids.aminmax())
+    if low < 0 or high >= size:
+        raise RotaquantError(
+            f"token {high if high >= size else low} is outside the vocabulary of {size} of {name}: "
+            "is the tokenizer that of another model?"
+        )
+
+
 def load_tokenizer(source: Source) -> Any:
     """The source's tokenizer; raises `RotaquantError` where there is none."""
-    if source.tokenizer is not None:
-        return source.tokenizer
     if source.folder is None:
         raise RotaquantError(f"{source.name} has no tokenizer: save model and tokenizer to a folder, and give that")
     return read_tokenizer(source.folder, source.gguf_file)
@@ -240,7 +307,7 @@ def read_tokenizer(folder: Path, gguf_file: str | None = None) -> Any:
     try:
         with quiet_transformers():
             return AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf_file} if gguf_file else {}))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # tokenizer files are checked in many places, each with exceptions of its own
         raise RotaquantError(
             f"{folder} has no usable tokenizer; add the model's tokenizer.json and tokenizer_config.json"
         ) from error

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rotaquant.errors import RotaquantError
+from rotaquant.integrations.headers import read_headers
 
 _FINGERPRINT = "run.json"
 
@@ -38,12 +39,14 @@ class PartialFolder:
     def __init__(self, output: Path, parts: int, fingerprint: dict[str, Any]) -> None:
         self.output = output
         self.parts = parts
-        self.path = output.parent / f"{output.name}.partial"
+        self.path = partial_path(output)
         with _telling_of_disk(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            for unfinished in self.path.glob("*.tmp"):
+                unfinished.unlink()
             marker = self.path / _FINGERPRINT
             if marker.is_file():
-                if json.loads(marker.read_text()) != fingerprint:
+                if _read_record(marker) != fingerprint:
                     raise RotaquantError(
                         f"{self.path} holds an interrupted run with other settings: repeat that run's command to "
                         "finish it, or delete the folder"
@@ -58,11 +61,14 @@ class PartialFolder:
         return f"model-{part + 1:05d}-of-{self.parts:05d}.safetensors"
 
     def record(self, part: int) -> dict[str, Any] | None:
-        """The record of a part that is complete, else `None`."""
-        path = self._record_path(part)
-        if not path.is_file():
+        """The record of a part that is complete and readable, else `None`: the part is made again."""
+        record = _read_record(self._record_path(part))
+        if record is None:
             return None
-        record: dict[str, Any] = json.loads(path.read_text())
+        try:
+            read_headers([self.path / self.shard(part)])
+        except RotaquantError:
+            return None
         return record
 
     def read(self, part: int) -> dict[str, Tensor]:
@@ -83,19 +89,18 @@ class PartialFolder:
         with _telling_of_disk(self.path):
             self._write_index()
             write_rest(self.path)
-            for part in range(self.parts):
-                self._record_path(part).unlink()
-            (self.path / _FINGERPRINT).unlink()
             if self.output.is_dir():
                 self.output.rmdir()  # empty: checked before the run, and refused here if it no longer is
             os.replace(self.path, self.output)
+            # After the rename: until then they are what a repeated command resumes from.
+            for part in range(self.parts):
+                (self.output / self._record_path(part).name).unlink()
+            (self.output / _FINGERPRINT).unlink()
 
     def _record_path(self, part: int) -> Path:
         return self.path / f"part-{part + 1:05d}.json"
 
     def _write_index(self) -> None:
-        from rotaquant.integrations.headers import read_headers
-
         weight_map: dict[str, str] = {}
         total = 0
         for part in range(self.parts):
@@ -110,32 +115,63 @@ class PartialFolder:
 
 def require_usable_output(output: Path) -> None:
     """Raise `RotaquantError` unless `output` is a new or empty folder in a place that can be written."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RotaquantError(f"output {output} exists and is not empty; choose another folder or remove it")
-    parent = output.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
+    try:
+        if output.is_file():
+            raise RotaquantError(f"output {output} is a file; choose the name of a new folder")
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise RotaquantError(f"output {output} exists and is not empty; choose another folder or remove it")
+    except OSError as error:
+        raise RotaquantError(f"output {output} cannot be used: {error.strerror}; choose another folder") from error
+    if output.is_symlink() or os.path.ismount(output) or (output.exists() and output.samefile(Path.cwd())):
+        raise RotaquantError(
+            f"output {output} is a link, a mount point or the current directory, which the finished folder cannot "
+            "replace; name a new folder inside it"
+        )
+    parent = _nearest_existing(output)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise RotaquantError(f"no permission to write in {parent}; choose another output folder")
 
 
 def require_space(output: Path, needed: int) -> None:
-    """Raise `RotaquantError` when the disk that holds `output` has less than `needed` bytes free."""
+    """Raise `RotaquantError` when the disk that holds `output` has less free than is still to be written, in bytes."""
+    parent = _nearest_existing(output)
+    partial = partial_path(output)
+    written = sum(file.stat().st_size for file in partial.glob("*.safetensors")) if partial.is_dir() else 0
+    missing = max(0, needed - written)
+    free = shutil.disk_usage(parent).free
+    if free < missing:
+        raise RotaquantError(
+            f"the output needs about {missing / 1e6:.1f} MB more and {parent} has {free / 1e6:.1f} MB free; "
+            "free some space or choose another output folder"
+        )
+
+
+def partial_path(output: Path) -> Path:
+    """The working folder beside `output`."""
+    return output.absolute().with_name(f"{output.absolute().name}.partial")
+
+
+def _nearest_existing(output: Path) -> Path:
     parent = output.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise RotaquantError(
-            f"the output needs about {needed / 1e6:.0f} MB and {parent} has {free / 1e6:.0f} MB free; free some space "
-            "or choose another output folder"
-        )
+    return parent
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):  # not there, or cut short by a power failure
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         write(temporary)
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
         # safetensors makes its files readable by their owner alone; a model is shared like any other file.
         os.chmod(temporary, 0o666 & ~_UMASK)
         os.replace(temporary, path)
@@ -154,9 +190,11 @@ def _telling_of_disk(path: Path) -> Iterator[None]:
         ) from error
     except Exception as error:
         # safetensors reports a full disk in words of its own, without an errno.
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+        full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+        words = ("No space left", "File too large", "Disk quota exceeded")
+        if getattr(error, "errno", None) in full or any(text in str(error) for text in words):
             raise RotaquantError(
-                f"the disk is full; what is finished is kept in {path}: free some space and repeat the command to go "
-                "on from there, or delete that folder"
+                f"the disk is full, or a quota or file-size limit is reached; what is finished is kept in {path}: "
+                "free some space and repeat the command to go on from there, or delete that folder"
             ) from error
         raise

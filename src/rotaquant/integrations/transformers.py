@@ -24,7 +24,9 @@ class RotaquantConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of a checkpoint: format version, and the fields of `ModelLayout`."""
 
     def __init__(self, quant_method: str = QUANT_METHOD, format_version: int = FORMAT_VERSION, **fields: Any) -> None:
-        if not isinstance(format_version, int) or format_version > FORMAT_VERSION:
+        if not isinstance(format_version, int) or format_version < 1:
+            raise RotaquantError(f"quantization_config is damaged: format_version {format_version!r} is no version")
+        if format_version > FORMAT_VERSION:
             raise RotaquantError(
                 f"the checkpoint has format version {format_version}, this rotaquant reads up to {FORMAT_VERSION}: "
                 "upgrade rotaquant (pip install -U rotaquant)"
@@ -66,6 +68,10 @@ class RotaquantQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, QuantizedLinear):
                 # Now, not in the first forward pass: that one may be traced by torch.compile.
                 module.prepare(module.weight.device)
+                if module.layout.weights and module.weight_shape.tolist() != [module.out_features, module.in_features]:
+                    raise RotaquantError(
+                        f"weight_shape {module.weight_shape.tolist()} contradicts the model; get a good copy"
+                    )
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rotaquant.architectures import Architecture, Block
+from rotaquant.errors import RotaquantError
 from rotaquant.runtime.cache import QuantizedCache
 from rotaquant.runtime.kv_codec import LayerCodec, RowCodec
 from rotaquant.runtime.layout import ModelLayout
@@ -34,10 +35,11 @@ def quantized_attention(
     """
     codec = module.kv_codec
     assert isinstance(codec, LayerCodec)
-    if key.dtype != torch.uint8:
-        key, value = codec.encode(key, value)
-    keys, values = codec.decode(key, value, query.dtype)
-    output, _ = sdpa_attention_forward(module, codec.rotate(query), keys, values, attention_mask, **kwargs)
+    with torch.autocast(query.device.type, enabled=False):
+        if key.dtype != torch.uint8:
+            key, value = codec.encode(key, value)
+        keys, values = codec.decode(key, value, query.dtype)
+        output, _ = sdpa_attention_forward(module, codec.rotate(query), keys, values, attention_mask, **kwargs)
     return output, None
 
 
@@ -94,6 +96,11 @@ class _CacheSupply:
     def __call__(
         self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if decoder.config._attn_implementation != ATTENTION_NAME:
+            raise RotaquantError(
+                f"attention {decoder.config._attn_implementation!r} does not know quantized keys and values: "
+                f"call model.set_attn_implementation({ATTENTION_NAME!r})"
+            )
         given = [key for key in ("cache", "past_key_values") if kwargs.get(key) is not None]
         cache = kwargs[given[0]] if given else None
         if cache is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -32,6 +33,7 @@ class QuantizedCache(DynamicCache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store float keys (after RoPE) and values of one layer; return all stored rows of it."""
-        keys, values = self.codecs[layer_idx].encode(key_states, value_states)
+        with torch.autocast(key_states.device.type, enabled=False):
+            keys, values = self.codecs[layer_idx].encode(key_states, value_states)
         stored: tuple[Tensor, Tensor] = super().update(keys, values, layer_idx, *args, **kwargs)
         return stored

@@ -7,13 +7,14 @@ from transformers import PreTrainedModel
 
 from rotaquant.architectures import Architecture, describe
 from rotaquant.runtime.attention import install_attention
-from rotaquant.runtime.layout import ModelLayout
+from rotaquant.runtime.layout import ModelLayout, require_consistent
 from rotaquant.runtime.linear import QuantizedLinear
 
 
 def install(model: PreTrainedModel, layout: ModelLayout) -> Architecture:
     """Give the model empty quantized linears, ready for a checkpoint's tensors, and quantized attention."""
     architecture = describe(model)
+    require_consistent(architecture, layout)
     for block in architecture.blocks:
         for path in block.linears:
             full = f"{block.path}.{path}"

@@ -52,7 +52,9 @@ class RowCodec:
         width = packing.packed_bytes(self.head_dim, self.fmt.bits)
         groups = self.head_dim // (self.fmt.group_size or self.head_dim)
         codes = packing.unpack_unsigned(rows[..., :width], self.fmt.bits, self.head_dim)
-        parameters = rows[..., width : width + 4 * groups].contiguous().view(torch.float16)
+        # A copy even where the slice counts as contiguous: its offset may be odd, and halves start at even bytes.
+        parameters = rows[..., width : width + 4 * groups].clone(memory_format=torch.contiguous_format)
+        parameters = parameters.view(torch.float16)
         scale, lowest = parameters.unflatten(-1, (groups, 2)).split(1, dim=-1)
         grouped = codes.unflatten(-1, (groups, -1))
         return reference.dequantize_asymmetric(grouped, scale, lowest, dtype).flatten(-2)

@@ -12,7 +12,7 @@ from rotaquant.architectures import Architecture, Block
 from rotaquant.errors import RotaquantError
 from rotaquant.hadamard import Factorisation
 from rotaquant.recipe import IntFormat, Recipe
-from rotaquant.rotation.plan import HeadMix, RotationPlan
+from rotaquant.rotation.plan import HeadMix, RotationPlan, plan_head_mix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class ModelLayout(BaseModel):
     def linear(self, block: Block, path: str) -> LinearLayout:
         """The layout of the linear at `path` of `block`."""
         activations = self.recipe.activations
-        if activations is not None and activations.clip_ratio == "search":
+        if activations is not None and self.recipe.searches_activations:
             # During calibration the ratio is not known yet, and activations are float.
             ratio = self.clip_ratios.get(f"{block.path}.{path}")
             activations = activations.model_copy(update={"clip_ratio": ratio}) if ratio is not None else None
@@ -68,6 +68,30 @@ def float_layout(layout: LinearLayout) -> LinearLayout:
     return replace(layout, weights=None, activations=None)
 
 
+def require_consistent(architecture: Architecture, layout: ModelLayout) -> None:
+    """Raise `RotaquantError` where the parts of a stored layout contradict each other or the model."""
+    require_fitting_groups(architecture, layout.recipe)
+    attention, mlp = architecture.blocks[0].attention, architecture.blocks[0].mlp
+    widths = {
+        "residual": architecture.hidden_size,
+        "value_head": attention.head_dim,
+        "query_key": attention.head_dim,
+        "down_input": mlp.width,
+    }
+    rotation, asked = layout.rotation, layout.recipe.rotations
+    for site, width in widths.items():
+        transform = getattr(rotation, site)
+        if (transform is not None) != getattr(asked, site) or (transform is not None and transform.size != width):
+            raise RotaquantError(
+                f"quantization_config is damaged: rotation {site!r} contradicts its recipe or the model"
+            )
+    # Where heads cannot be mixed there is no mix, though the recipe asks for one.
+    possible = plan_head_mix(attention.heads, rotation.value_head) if asked.head_mix and rotation.value_head else None
+    mix = rotation.head_mix
+    if (mix is not None) != (possible is not None) or (mix is not None and mix.heads != attention.heads):
+        raise RotaquantError("quantization_config is damaged: rotation 'head_mix' contradicts its recipe or the model")
+
+
 def require_fitting_groups(architecture: Architecture, recipe: Recipe) -> None:
     """Raise `RotaquantError` unless every group size divides the widths that it splits."""
     block = architecture.blocks[0]
@@ -90,7 +114,7 @@ def _require_divisor(part: str, fmt: IntFormat | None, widths: dict[str, int]) -
     if unfit:
         fitting = [size for size in (16, 32, 64, 96, 128, 256) if not any(w % size for w in widths.values())]
         names = ", ".join(f"{name} {width}" for name, width in unfit.items())
-        choice = f"group sizes that fit: {', '.join(map(str, fitting))}" if fitting else "no usual group size fits"
+        choice = f"group sizes that fit: {', '.join(map(str, fitting))}" if fitting else "no usual one fits"
         raise RotaquantError(
-            f"{part}: group_size {fmt.group_size} does not divide {names}; {choice}, or leave it out for whole rows"
+            f"{part}: group_size {fmt.group_size} does not divide {names}; {choice}; leave it out for whole rows"
         )

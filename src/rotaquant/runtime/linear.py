@@ -122,16 +122,22 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]` in the dtype of x."""
+        # Autocast would turn the exact products into bfloat16 ones.
+        with torch.autocast(x.device.type, enabled=False):
+            return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         dtype = x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
         x = self.rotate_input(x)
         weights, activations = self.layout.weights, self.layout.activations
         if activations is None:
-            return functional.linear(x.to(dtype), self.float_weight(dtype), self.bias)
+            return functional.linear(x.to(dtype), self.float_weight(dtype), bias)
         assert isinstance(activations.clip_ratio, float)
         codes, scale = reference.quantize_rows(x, activations.bits, activations.clip_ratio, activations.group_size)
         if weights is None:
             x = reference.dequantize_groups(codes, scale, dtype)
-            return functional.linear(x, self.float_weight(dtype), self.bias)
+            return functional.linear(x, self.float_weight(dtype), bias)
         out = reference.quantized_matmul(
             codes.flatten(0, -2),
             scale.flatten(0, -2),

@@ -48,7 +48,7 @@ test: $(MODEL_INSTALLED) ## all tests that need no GPU and take no minutes
 	OMP_NUM_THREADS=$(THREADS) $(PYTEST) -m "not slow and not gpu" -n $(JOBS) --dist loadfile --timeout 300 $(PYTEST_ARGS)
 
 test-slow: $(MODEL_INSTALLED) ## the tests that take minutes, one after another on all cores
-	$(PYTEST) -m "slow and not gpu" --timeout 1800 --durations 0 --durations-min 1 $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not gpu" --timeout 1800 --durations 0 --durations-min 1 -rP $(PYTEST_ARGS)
 
 test-gpu: $(MODEL_INSTALLED) ## the tests that need a CUDA device
 	@$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('make test-gpu: torch sees no CUDA device')"

@@ -257,6 +257,19 @@ def test_the_rotation_of_a_checkpoint_is_read_not_chosen_anew(tmp_path: Path) ->
     assert ((got - expected).norm() / expected.norm()).item() > 0.1
 
 
+def test_tensors_that_the_config_does_not_explain_are_told(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = save_tiny(tmp_path / "float")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.ones(64)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = rotaquant.quantize(source, "w4a4kv4-rtn", output=tmp_path / "out")
+    assert len(report.notes) == 1
+    assert report.notes[0].endswith("left out: model.layers.0.self_attn.o_proj.bias")
+
+
 class TestBadInput:
     @pytest.fixture
     def source(self, tmp_path: Path) -> Path:
@@ -340,6 +353,15 @@ class TestBadInput:
         save_tiny(tmp_path / "bad")
         model.save_pretrained(tmp_path / "bad")
         self.refused(tmp_path / "bad", tmp_path / "out", r"layers\.1\.self_attn\.v_proj\.weight", recipe="w4a4kv4-rtn")
+
+    def test_weights_that_are_no_floats(self, source: Path, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(source / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.int32)
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        self.refused(source, tmp_path / "out", rf"{name} .*stored as torch\.int32", recipe="w4a4kv4-rtn")
 
     def test_text_shorter_than_a_sequence(self, source: Path, tmp_path: Path) -> None:
         text = tmp_path / "short.txt"

@@ -336,7 +336,9 @@ def summary_json(summary: FolderSummary) -> dict[str, Any]:
 def _table(*columns: str, text_columns: int = 1) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < text_columns else "right", no_wrap=True)
+        text = index < text_columns
+        # On a narrow terminal names are folded; a number cut short would be a wrong number.
+        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
     return table
 
 

@@ -116,8 +116,9 @@ def quantize(
     )
     tokenizer = load_tokenizer(source) if source.folder is not None or source.gguf_file else None
     load_generation_config(source)
-    sequences, note = _calibration_sequences(source, tokenizer, calibration, text, seed)
-    if note:
+    sequences, short = _calibration_sequences(source, tokenizer, calibration, text, seed)
+    before = [note for note in (short, _note_of_unread(source, skeleton)) if note]
+    for note in before:
         step(Step("reading", 0, len(architecture.blocks), note=note))
     require_resources(skeleton, architecture, layout, sequences, target, folder)
     require_invariance(source, layout, target, lambda index: step(Step("checking", index, len(architecture.blocks))))
@@ -125,7 +126,7 @@ def quantize(
     partial = PartialFolder(folder, len(architecture.blocks) + 2, fingerprint)
     run = _Run(source, skeleton, architecture, layout, target, step, partial)
     _quantize_blocks(run, sequences)
-    notes = tuple(([note] if note else []) + [text for record in run.records for text in record.notes])
+    notes = (*before, *(note for record in run.records for note in record.notes))
     partial.finish(lambda path: _write_rest(run, path, tokenizer, notes, original))
     return QuantizationReport(
         output=folder,
@@ -257,6 +258,14 @@ def _calibration_sequences(
     require_positions(source.config, sequences.shape[1], source.name)
     require_vocabulary(source.config, sequences, source.name)
     return sequences, note
+
+
+def _note_of_unread(source: Source, skeleton: PreTrainedModel) -> str | None:
+    unread = source.unread(skeleton)
+    if not unread:
+        return None
+    more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+    return f"not part of the model that the config describes, and left out: {', '.join(unread[:3])}{more}"
 
 
 def _fingerprint(

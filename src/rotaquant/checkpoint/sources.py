@@ -42,6 +42,7 @@ class Source:
     folder: Path | None
     gguf_file: str | None = None
     files: tuple[Path, ...] = ()
+    names: frozenset[str] = frozenset()
     generation: GenerationConfig | None = None
 
     def skeleton(self) -> tuple[PreTrainedModel, Architecture]:
@@ -54,11 +55,20 @@ class Source:
         compute_buffers(model)
         return model, describe(model)
 
+    def unread(self, skeleton: PreTrainedModel) -> list[str]:
+        """Tensors of the source that are no part of the model its config describes (computed buffers aside)."""
+        computed = (".inv_freq", ".masked_bias", ".attn.bias")
+        return sorted(name for name in self.names - skeleton.state_dict().keys() if not name.endswith(computed))
+
     def fill(self, module: nn.Module, prefix: str, *, device: torch.device, dtype: torch.dtype) -> None:
         """Give a skeleton module its weights. Raises for a missing, misshapen or non-finite tensor, naming it."""
         for name, parameter in list(module.named_parameters()):
             full = f"{prefix}.{name}"
             tensor = self.read(full)
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise RotaquantError(
+                    f"tensor {full} of {self.name} is stored as {tensor.dtype}: give a model in a floating-point dtype"
+                )
             if tensor.shape != parameter.shape:
                 raise RotaquantError(
                     f"tensor {full} has shape {list(tensor.shape)}, the config asks for {list(parameter.shape)}"
@@ -127,7 +137,8 @@ def _from_gguf(path: Path) -> Source:
     names, load = gguf_tensors(path, skeleton)
     read = _reader(load, names, config, str(path))
     # A GGUF file's own block formats are not computed in; transformers unpacks them to float32, and so do we.
-    return Source(str(path), config, torch.float32, read, path.parent, gguf_file=path.name, files=(path,))
+    folder, file = path.parent, path.name
+    return Source(str(path), config, torch.float32, read, folder, file, files=(path,), names=frozenset(names))
 
 
 def _from_folder(path: Path, name: str) -> Source:
@@ -155,7 +166,7 @@ def _from_folder(path: Path, name: str) -> Source:
     dtype = getattr(config, "dtype", None)
     if not isinstance(dtype, torch.dtype):
         dtype = next(read(tensor) for tensor in weight_map).dtype
-    return Source(name, config, dtype, read, path, files=files)
+    return Source(name, config, dtype, read, path, files=files, names=frozenset(weight_map))
 
 
 def _reader(load: Callable[[str], Tensor], names: set[str], config: Any, where: str) -> Callable[[str], Tensor]:

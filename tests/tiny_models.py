@@ -43,6 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "llama-wide-heads": {"model_type": "llama", "head_dim": 32},
+    "llama-dense-heads": {"model_type": "llama", "head_dim": 6},
     "llama-multi-head": {"model_type": "llama", "num_key_value_heads": 4, "intermediate_size": 344},
     "llama-no-hadamard": {"model_type": "llama", "hidden_size": 60, "intermediate_size": 214, "head_dim": 12},
     "llama-block-hadamard": {"model_type": "llama", "intermediate_size": 107 * 32},

@@ -165,7 +165,8 @@ def quantize_block(
         if calibration is not None and (searches or recipe.gptq is not None):
             first = next(iter(linears.values()))
             inputs = observe_site(module, first, *calibration, hessian=recipe.gptq is not None)
-        targets = [inputs.rows @ linear.float_weight(torch.float32).T for linear in linears.values()] if inputs else []
+        # Clips are searched for the output of the float weights, which the codes are about to replace.
+        target = inputs.rows @ _stacked(linears).T if searches and inputs is not None else None
         if recipe.weights is not None:
             chosen = _quantize_site(block, linears, inputs, layout, record)
             for path, weight in chosen.items():
@@ -173,10 +174,9 @@ def quantize_block(
                 # sequence would take longer than the products.
                 linears[path].rotated_weight = weight.dequantize().to(linears[path].rotated_weight.dtype)
             quantized.update(chosen)
-        if searches and inputs is not None:
+        if inputs is not None and target is not None:
             assert recipe.activations is not None
-            held = torch.cat([linear.float_weight(torch.float32) for linear in linears.values()])
-            ratio = search_activation_clip(inputs.rows, held, torch.cat(targets, dim=1), recipe.activations)
+            ratio = search_activation_clip(inputs.rows, _stacked(linears), target, recipe.activations)
             record.clip_ratios.update({f"{block.path}.{path}": ratio for path in site})
         for path in site:
             on_linear(path, record.errors.get(f"{block.path}.{path}"))
@@ -193,6 +193,11 @@ def _linear(module: nn.Module, path: str) -> QuantizedLinear:
     return linear
 
 
+def _stacked(linears: dict[str, QuantizedLinear]) -> Tensor:
+    """The weights of the linears of one site as one, float32 `[sum of out, in]`."""
+    return torch.cat([linear.float_weight(torch.float32) for linear in linears.values()])
+
+
 def _quantize_site(
     block: Block,
     linears: dict[str, QuantizedLinear],
@@ -203,18 +208,18 @@ def _quantize_site(
     """The quantized weights of the linears of one site; GPTQ's where its output error is the smaller one."""
     recipe = layout.recipe
     assert recipe.weights is not None
-    weights = [linear.float_weight(torch.float32) for linear in linears.values()]
     # Linears of one site share their Hessian: stacked, the columns are walked once.
-    stacked = torch.cat(weights)
+    stacked = _stacked(linears)
     scale = weight_scale(stacked, recipe.weights, layout.torch_scale_dtype())
     rounded = round_to_nearest(stacked, recipe.weights, scale)
     hessian = inputs.hessian if inputs is not None else None
     improved = _gptq_or_note(block, linears, stacked, scale, hessian, recipe, record)
     start = 0
     quantized = {}
-    for path, weight in zip(linears, weights, strict=True):
-        rows = slice(start, start + weight.shape[0])
-        start += weight.shape[0]
+    for path, linear in linears.items():
+        rows = slice(start, start + linear.out_features)
+        start += linear.out_features
+        weight = stacked[rows]
         chosen = QuantizedWeight(rounded.codes[rows], scale[rows])
         name = f"{block.path}.{path}"
         if hessian is not None:

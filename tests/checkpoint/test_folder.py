@@ -70,6 +70,10 @@ class TestContents:
             name for name in names if name.endswith((".bin", ".pt", ".pkl", ".tmp")) or name.startswith("part-")
         ]
 
+    def test_shards_are_as_readable_as_the_other_files(self, made: Path) -> None:
+        modes = {file.stat().st_mode for file in made.iterdir()}
+        assert len(modes) == 1
+
     def test_the_config_says_it_all(self, made: Path) -> None:
         fields = json.loads((made / "config.json").read_text())
         quantization = fields["quantization_config"]
@@ -171,6 +175,15 @@ class TestRefusals:
         rotation = json.loads((folder / "config.json").read_text())["quantization_config"]["rotation"]
         edit_config(folder, rotation={**rotation, site: None})
         self.refused_by_both(folder, f"damaged: rotation '{site}' contradicts")
+
+    @pytest.mark.parametrize("ratio", [None, 0.0, 3.0])
+    def test_a_clip_ratio_that_is_missing_or_out_of_range(self, folder: Path, ratio: float | None) -> None:
+        """Without its ratio a layer's input would silently run in float."""
+        stored = json.loads((folder / "config.json").read_text())["quantization_config"]["clip_ratios"]
+        name = "model.layers.1.mlp.down_proj"
+        stored.pop(name)
+        edit_config(folder, clip_ratios=stored if ratio is None else {**stored, name: ratio})
+        self.refused_by_both(folder, rf"clip_ratios has {ratio} for {name}")
 
     @pytest.mark.parametrize("text", ["", "{}", '{"weight_map": []}'])
     def test_a_damaged_index(self, folder: Path, text: str) -> None:

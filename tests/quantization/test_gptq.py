@@ -58,6 +58,19 @@ def test_the_block_size_only_orders_the_work() -> None:
     assert max(errors) < 1.05 * min(errors)
 
 
+def test_activation_order_takes_the_largest_columns_first() -> None:
+    """They are rounded before any error is pushed onto them, so their codes are the nearest ones."""
+    weight, hessian = problem(11)
+    hessian = hessian + torch.diag(torch.where(torch.arange(96) == 90, 1e4, 0.0))
+    fmt = IntFormat(bits=4)
+    scale = weight_scale(weight, fmt, torch.float32)
+    plain, ordered = (gptq(weight, hessian, fmt, scale, Gptq(activation_order=order)) for order in (False, True))
+    assert plain is not None and ordered is not None
+    nearest = round_to_nearest(weight, fmt, scale).codes
+    assert torch.equal(ordered.codes[:, 90], nearest[:, 90])
+    assert not torch.equal(ordered.codes, plain.codes)
+
+
 def test_columns_never_seen_are_rounded_and_disturb_nothing() -> None:
     weight, hessian = problem(3)
     hessian[:, 5] = hessian[5, :] = 0

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import rotaquant
+from rotaquant.runtime import attention
 from rotaquant.runtime.cache import QuantizedCache
 from tests.tiny_models import CONFIGS, tiny_model, tokens
 
@@ -86,11 +87,13 @@ class TestCache:
     def test_a_static_float_cache_gives_the_same_tokens(
         self, quantized: dict[str, PreTrainedModel], name: str, caplog: pytest.LogCaptureFixture
     ) -> None:
+        attention._warned.clear()
         model, ids = quantized[name], tokens(1, 6)
         ours = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
         cache = StaticCache(config=model.config, max_cache_len=32)
         theirs = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, **{cache_name(model): cache})
         assert torch.equal(ours, theirs)
+        assert [record.message.split()[0] for record in caplog.records] == ["StaticCache"]
 
 
 def cache_name(model: PreTrainedModel) -> str:

@@ -32,6 +32,13 @@ def test_one_row_alone_decodes_like_many(bits: int, head_dim: int) -> None:
     assert torch.equal(codec.decode(rows[:, :, 1:], torch.float32), both[:, :, 1:])
 
 
+def test_the_clip_ratio_narrows_the_range() -> None:
+    x = torch.linspace(-1, 1, 64)[None]
+    whole, clipped = (RowCodec(64, IntFormat(bits=4, clip_ratio=ratio)) for ratio in (1.0, 0.5))
+    assert whole.decode(whole.encode(x), torch.float32).abs().max() == pytest.approx(1.0, abs=2e-3)
+    assert clipped.decode(clipped.encode(x), torch.float32).abs().max() == pytest.approx(0.5, abs=2e-3)
+
+
 def test_a_row_of_128_at_4_bits_is_its_codes_and_four_bytes() -> None:
     assert RowCodec(128, IntFormat(bits=4)).row_bytes == 64 + 4
 

@@ -271,17 +271,18 @@ def quiet_transformers() -> Iterator[None]:
 
 def load_generation_config(source: Source) -> GenerationConfig:
     """How the source generates by default; raises `RotaquantError` naming a generation_config.json that is no use."""
-    if source.generation is not None:
-        return source.generation
     path = source.folder / "generation_config.json" if source.folder is not None else None
-    if path is None or not path.is_file():
-        return GenerationConfig.from_model_config(source.config)
+    stored = path is not None and path.is_file() and source.generation is None
+    where = str(path) if stored else f"the generation_config of {source.name}"
     try:
-        config = GenerationConfig.from_pretrained(path.parent)
+        if stored:
+            config = GenerationConfig.from_pretrained(source.folder)
+        else:
+            config = source.generation or GenerationConfig.from_model_config(source.config)
         with tempfile.TemporaryDirectory() as scratch:
             config.save_pretrained(scratch)  # transformers checks it only here
     except Exception as error:
-        raise RotaquantError(f"{path} cannot be used: {_first_line(error)}; mend or remove it") from error
+        raise RotaquantError(f"{where} cannot be used: {_first_line(error)}; mend or remove it") from error
     return config
 
 

@@ -79,15 +79,13 @@ def plan_head_mix(heads: int, per_head: Factorisation) -> HeadMix | None:
     """
     if heads == 1 or per_head.blocks != 1:
         return None
-    whole = [(1, per_head.model_copy(update={"size": 1, "order": 1, "exponent": 0, "construction": "sylvester"}))]
-    parts = [
-        (
-            per_head.order << taken,
-            per_head.model_copy(update={"size": per_head.order << taken, "exponent": taken}),
-        )
+    whole = Factorisation(size=1, blocks=1, order=1, exponent=0, construction="sylvester")
+    parts = (
+        per_head.model_copy(update={"size": per_head.order << taken, "exponent": taken})
         for taken in range(per_head.exponent + 1)
-    ]
-    for split, value_part in whole + parts:
+    )
+    for value_part in (whole, *parts):
+        split = value_part.size
         if is_buildable(heads * split):
             flat = factor_or_fallback(heads * split)
             return HeadMix(heads=heads, split=split, flat=flat, value_part=value_part)

@@ -85,6 +85,15 @@ def require_consistent(architecture: Architecture, layout: ModelLayout) -> None:
             raise RotaquantError(
                 f"quantization_config is damaged: rotation {site!r} contradicts its recipe or the model"
             )
+    if layout.recipe.searches_activations:
+        for block in architecture.blocks:
+            for path in block.linears:
+                ratio = layout.clip_ratios.get(f"{block.path}.{path}")
+                if ratio is None or not 0 < ratio <= 1:
+                    raise RotaquantError(
+                        f"quantization_config is damaged: clip_ratios has {ratio} for {block.path}.{path}, whose input "
+                        "would run in float or out of range"
+                    )
     # Where heads cannot be mixed there is no mix, though the recipe asks for one.
     possible = plan_head_mix(attention.heads, rotation.value_head) if asked.head_mix and rotation.value_head else None
     mix = rotation.head_mix

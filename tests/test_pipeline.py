@@ -69,11 +69,11 @@ class TestSameBytes:
         weights = [name for name in first if name.endswith(".safetensors")]
         assert all(first[name] != second[name] for name in weights[:-1])
 
-    @pytest.mark.parametrize("at", [1, 2, 3])
+    @pytest.mark.parametrize(("recipe", "at"), [("w4a4kv4-tuned", 1), ("w4a4kv4-tuned", 2), ("w4a4kv4", 3)])
     def test_a_run_killed_midway_and_repeated_gives_the_same_folder(
-        self, source: Path, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+        self, source: Path, tmp_path: Path, recipe: str, at: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole = digest(run(source, tmp_path / "whole"))
+        whole = digest(run(source, tmp_path / "whole", recipe))
         write = pipeline_module.PartialFolder.write
         written = []
 
@@ -87,11 +87,11 @@ class TestSameBytes:
         with monkeypatch.context() as patch:
             patch.setattr(pipeline_module.PartialFolder, "write", killed)
             with pytest.raises(KeyboardInterrupt):
-                run(source, output)
+                run(source, output, recipe)
         assert not output.exists()
         steps: list[Step] = []
         rotaquant.quantize(
-            source, "w4a4kv4-tuned", output=output, calibration=CALIBRATION, on_step=lambda step: steps.append(step)
+            source, recipe, output=output, calibration=CALIBRATION, on_step=lambda step: steps.append(step)
         )
         assert sum(step.phase == "resuming" for step in steps) == max(0, at - 2)
         assert digest(output) == whole

@@ -167,12 +167,59 @@ def test_compare_puts_the_float_model_first(folder: Path, text: Path, tmp_path: 
     assert len({row["perplexity"] for row in fields["rows"]}) == 3
 
 
-def test_inspect(quantized: Path) -> None:
+def test_inspect_a_quantized_folder(quantized: Path) -> None:
     fields = one_json_object(run("inspect", quantized, "--json"))
+    assert fields["quantized"] is True
     assert fields["recipe"]["name"] == "w4a4kv4-rtn" and fields["recipe"]["weights"]["bits"] == 4
     assert {"residual", "value_head", "query_key", "down_input"} <= set(fields["sites"])
     in_words = run("inspect", quantized).stdout
     assert "w4a4kv4-rtn" in in_words and "rotation residual" in in_words and "down_proj" in in_words
+
+
+def test_inspect_tells_skipped_linears_from_quantized_ones(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "skipping.yaml"
+    recipe.write_text("weights: {bits: 4}\nskip: ['*.0.mlp.down_proj']\n")
+    before = one_json_object(run("inspect", folder, "--recipe", recipe, "--json"))
+    assert run("quantize", folder, tmp_path / "out", "--recipe", recipe, "--device", "cpu").exit_code == 0
+    fields = one_json_object(run("inspect", tmp_path / "out", "--json"))
+    rows = {row["name"]: row for row in fields["rows"]}
+    quantized, skipped = rows["down_proj"], rows["down_proj (skipped)"]
+    # One of two layers each, 64 rows of 96: a float scale a row, and the shape.
+    assert quantized["bits_per_weight"] == pytest.approx(4 + 32 / 96 + 128 / (64 * 96))
+    assert skipped["bits_per_weight"] == 32.0
+    assert (quantized["format"], skipped["format"]) == ("int4, per channel", "float32")
+    assert (
+        (quantized["weights"], quantized["quantized"]) == (skipped["weights"], not skipped["quantized"]) == (6144, True)
+    )
+    assert before["skipped"] == ["model.layers.0.mlp.down_proj"]
+    assert fields["total_bytes"] == before["expected_bytes"] + 13 * 16
+    lines = [" ".join(line.split()) for line in run("inspect", tmp_path / "out").stdout.splitlines()]
+    assert "down_proj (skipped) float32 24.6 kB 24.6 kB 32.00" in lines
+
+
+def test_inspect_counts_all_experts_as_one_kind(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "float", "gpt-oss")
+    recipe = PRESETS["w4a4kv4-rtn"].model_copy(update={"skip": ("*.experts.down.1",)})
+    pipeline.quantize(source, recipe, output=tmp_path / "out", device="cpu")
+    rows = {row["name"]: row for row in one_json_object(run("inspect", tmp_path / "out", "--json"))["rows"]}
+    linears = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up", "down"}
+    assert {name for name, row in rows.items() if row["quantized"]} == linears
+    norms = {"input_layernorm", "post_attention_layernorm", "norm"}
+    # Tensors that are no weight of their module go by their own names; the guards of the stacked experts hold nothing.
+    own = {"k_bias", "sinks"}
+    assert set(rows) == linears | norms | own | {"down (skipped)", "router", "embed_tokens", "lm_head"}
+    # Two layers of four experts.
+    assert (rows["down"]["weights"], rows["down (skipped)"]["weights"]) == (2 * 3 * 64 * 96, 2 * 64 * 96)
+
+
+def test_inspect_a_float_model(folder: Path) -> None:
+    fields = one_json_object(run("inspect", folder, "--json"))
+    assert fields["quantized"] is False and fields["model"] == str(folder)
+    assert fields["recipe"]["name"] == "w4a4kv4"
+    assert (fields["model_type"], fields["layers"], fields["hidden_size"]) == ("llama", 2, 64)
+    assert fields["sites"][0] == {"name": "residual", "width": 64, "transform": "2^6", "form": "exact"}
+    in_words = run("inspect", folder, "--recipe", "w4a16").stdout
+    assert "w4a16" in in_words and "one exact Hadamard matrix" in in_words and "query_key" not in in_words
 
 
 def test_generate_prints_the_text_alone(quantized: Path) -> None:
@@ -226,9 +273,20 @@ def test_bad_options_of_evaluate(folder: Path, text: Path, tmp_path: Path) -> No
 def test_wrong_kinds_of_folder_are_refused(folder: Path, quantized: Path, text: Path, tmp_path: Path) -> None:
     assert "already quantized" in failure(run("quantize", quantized, tmp_path / "out", "--calibration", text))
     assert "already quantized" in failure(run("compare", quantized, "--recipes", "w4a16", "--text", text))
-    assert "not quantized by rotaquant" in failure(run("inspect", folder, "--json"))
     assert "not quantized by rotaquant" in failure(run("generate", folder, "w3"))
     assert "not empty" in failure(run("quantize", folder, quantized, "--calibration", text))
+
+
+def test_inspect_refuses_what_quantize_refuses(folder: Path, quantized: Path, tmp_path: Path) -> None:
+    message = failure(run("inspect", quantized, "--recipe", "w4a4kv4-rtn", "--json"))
+    assert message == f"error: --recipe: {quantized} is quantized already, by the recipe that it holds; leave it out"
+    assert "unknown recipe 'w4'" in failure(run("inspect", folder, "--recipe", "w4"))
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "mamba"}')
+    for model in (unknown, tmp_path / "gone", tmp_path / "gone.gguf"):
+        options = ("--recipe", "w4a4kv4-rtn", "--json")
+        assert failure(run("inspect", model, *options)) == failure(run("quantize", model, tmp_path / "out", *options))
 
 
 def test_an_unforeseen_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

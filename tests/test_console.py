@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rotaquant.checkpoint import FolderSummary, TensorGroup
 from rotaquant.evaluate import Perplexity, Row
 from rotaquant.pipeline import QuantizationReport, Step
 from rotaquant.recipe import PRESETS, IntFormat, Recipe
+from rotaquant.survey import ModelSurvey, Site
 
 
 def quantizing(block: int, module: str = "", error: float | None = None, blocks: int = 3) -> Step:
@@ -48,6 +50,38 @@ SUMMARY = FolderSummary(
     original_bytes=40_000_000,
     base_model="some/model",
     notes=("layer 3 fell back",),
+)
+
+SURVEY = ModelSurvey(
+    model="some/model",
+    model_type="qwen3_moe",
+    layers=4,
+    hidden_size=60,
+    heads=4,
+    kv_heads=2,
+    head_dim=12,
+    down_widths=(214, 3424),
+    experts=8,
+    sparse_layers=3,
+    tied_embeddings=True,
+    parameters=1_234_567,
+    dtype="bfloat16",
+    original_bytes=2_469_134,
+    recipe=PRESETS["w4a4kv4-g64"].model_copy(update={"skip": ("*.0.*", "*.o_proj")}),
+    sites=(
+        Site("residual", 60, "60 (paley-1)", "exact"),
+        Site("value_head", 12, "12 (paley-1)", "exact"),
+        Site("head_mix", 4, "4 heads mixed", "exact"),
+        Site("down_input 214", 214, "dense 214", "dense"),
+        Site("down_input 3424", 3424, "107 blocks of 2^5", "blocks"),
+    ),
+    key_bias="apart",
+    value_bias="inside",
+    linears=32,
+    skipped=("model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.o_proj"),
+    bits_per_weight=4.25,
+    expected_bytes=987_654,
+    notes=("a remark",),
 )
 
 
@@ -274,6 +308,66 @@ def test_summary_tells_formats_sites_and_sizes(capsys: pytest.CaptureFixture[str
     assert facts["rotation residual"] == "576 = 36·16"
     assert facts["note"] == "layer 3 fell back"
     assert "q_proj int4, groups of 64 5.0 MB 40.0 MB 4.25".split() in [line.split() for line in out.splitlines()]
+
+
+def test_survey_tells_the_model_its_size_and_every_rotation(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_survey(SURVEY)
+    lines = capsys.readouterr().out.splitlines()
+    facts = dict(line.split("  ", 1) for line in lines if line[:1].strip())
+    assert {name: value.strip() for name, value in facts.items()} == {
+        "model": "some/model",
+        "family": "qwen3_moe",
+        "layers": "4",
+        "hidden size": "60",
+        "heads": "4 (2 of keys and values), 12 channels each",
+        "feed-forward": "214, 3424 wide; 8 experts in 3 layers",
+        "parameters": "1,234,567",
+        "size": "2.5 MB in bfloat16",
+        "embeddings": "tied to the head; the head gets its own weight",
+        "recipe": "w4a4kv4-g64",
+        "weights": "4 bits, groups of 64, searched clip",
+        "activations": "4 bits, groups of 64, clip 0.9",
+        "keys": "4 bits, clip 0.95",
+        "values": "4 bits, clip 0.95",
+        "bias of keys": "kept out of the cache, added exactly",
+        "bias of values": "in the cache",
+        "linears": "30 of 32 quantized, 4.25 bits a weight",
+        "stays float": "embeddings, head, norms, routers; by skip 2 linears (*.0.*, *.o_proj)",
+        "quantized": "about 987.7 kB, 40% of 2.5 MB",
+        "note": "a remark",
+    }
+    rows = [" ".join(line.split()) for line in lines]
+    assert "residual 60 (paley-1) one exact Hadamard matrix 60" in rows
+    assert "head_mix 4 heads mixed one exact Hadamard matrix with value_head 4 heads" in rows
+    assert "down_input 214 dense 214 dense orthogonal, no Hadamard 214" in rows
+    assert "down_input 3424 107 blocks of 2^5 block-diagonal Hadamard 3424" in rows
+
+
+def test_survey_of_a_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """No experts, nothing tied or skipped, no weights quantized, no rotations."""
+    plain = replace(SURVEY, experts=0, tied_embeddings=False, skipped=(), bits_per_weight=None, sites=(), notes=())
+    console.print_survey(plain)
+    lines = capsys.readouterr().out.splitlines()
+    assert "feed-forward    214, 3424 wide" in lines
+    assert "embeddings      not tied to the head" in lines
+    assert "stays float     embeddings, head, norms" in lines
+    assert "linears         32, none with quantized weights" in lines
+    assert lines[-1].startswith("quantized ")
+
+
+def test_survey_says_where_values_are_no_hadamard(capsys: pytest.CaptureFixture[str]) -> None:
+    dense = Site("value_head", 6, "dense 6", "dense")
+    console.print_survey(replace(SURVEY, sites=(dense, *SURVEY.sites[2:])))
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "head_mix 4 heads mixed one exact Hadamard matrix 4 heads" in rows
+
+
+def test_survey_json_is_data() -> None:
+    fields = json.loads(json.dumps(console.survey_json(SURVEY)))
+    assert fields["quantized"] is False and fields["parameters"] == 1_234_567
+    assert Recipe.model_validate(fields["recipe"]) == SURVEY.recipe
+    assert fields["sites"][1] == {"name": "value_head", "width": 12, "transform": "12 (paley-1)", "form": "exact"}
+    assert console.summary_json(SUMMARY)["quantized"] is True
 
 
 def test_summary_json_holds_the_whole_recipe() -> None:

@@ -26,12 +26,6 @@ from rotaquant.hadamard import (
 REQUIRED_ORDERS = [1, 2, 4, 8, 12, 20, 28, 36, 44, 52, 60, 68, 76, 84, 92, 100, 108]
 REQUIRED_ORDERS += [116, 140, 148, 156, 172, 180, 284, 344, 924]
 
-# Hidden and intermediate widths of published models.
-EXACT_WIDTHS = [576, 640, 896, 960, 1152, 1408, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 4608, 4864]
-EXACT_WIDTHS += [5120, 5376, 5632, 6144, 6912, 8192, 8960, 9216, 9728, 10240, 11008, 12288, 13824, 14336]
-EXACT_WIDTHS += [15360, 16384, 17408, 18432, 18944, 20480, 21504, 22016, 24576, 25600, 27648, 28672, 29568]
-EXACT_WIDTHS += [32768, 36864, 53248]
-
 
 def assert_exact(H: torch.Tensor, order: int) -> None:
     """In integers, and not by the module's own check."""
@@ -190,17 +184,7 @@ def test_prime_power_fields_give_hadamard_matrices(order: int, construction: str
     assert_exact((base * order**0.5).round().to(torch.int8), order)
 
 
-# --- factorisations -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", EXACT_WIDTHS)
-def test_widths_in_use_are_exact(width: int) -> None:
-    f = factor(width)
-    assert f is not None and f == factor_or_fallback(width)
-    assert f.exact_hadamard and f.blocks == 1
-    assert f.size == width == f.blocks * f.order * 2**f.exponent
-    assert is_buildable(f.order)
-    assert_orthogonal(base_matrix(f))
+# --- factorisations (all widths in use: rotation/test_sweep.py) -------------------------------------
 
 
 @pytest.mark.parametrize(

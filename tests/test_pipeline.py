@@ -150,7 +150,10 @@ def test_reload_gives_the_logits_of_the_model_before_saving(
 
     def keeping(self: QuantizedLinear, weight: QuantizedWeight, layout: object) -> None:
         store(self, weight, layout)
-        kept[f"{len(kept)}"] = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        tensors = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        if self.out_features == 32:  # the bias of the keys goes to the attention module afterwards
+            tensors.pop("bias", None)
+        kept[f"{len(kept)}"] = tensors
 
     monkeypatch.setattr(QuantizedLinear, "store", keeping)
     source = save_tiny(tmp_path / "float", "qwen2", dtype)
@@ -260,8 +263,8 @@ def test_the_rotation_of_a_checkpoint_is_read_not_chosen_anew(tmp_path: Path) ->
     expected = rotaquant.load(output)(input_ids=tokens(1, 8)).logits
     config = json.loads((output / "config.json").read_text())
     rotation = config["quantization_config"]["rotation"]
-    assert (rotation["down_input"]["order"], rotation["down_input"]["exponent"]) == (12, 4)
-    rotation["down_input"] |= {"order": 24, "exponent": 3, "construction": "paley-1"}
+    assert (rotation["down_input"][0]["order"], rotation["down_input"][0]["exponent"]) == (12, 4)
+    rotation["down_input"][0] |= {"order": 24, "exponent": 3, "construction": "paley-1"}
     (output / "config.json").write_text(json.dumps(config))
     got = rotaquant.load(output)(input_ids=tokens(1, 8)).logits
     assert ((got - expected).norm() / expected.norm()).item() > 0.1

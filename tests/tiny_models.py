@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -70,28 +71,132 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "attention_bias": True},
+    "qwen2-yarn": {
+        "model_type": "qwen2",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2-dynamic-rope": {
+        "model_type": "qwen2",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        "tie_word_embeddings": True,
+        "no_rope_layers": [1, 0],
+        "attention_bias": True,
+    },
+    "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma3-256-wide-heads": {
+        "model_type": "gemma3_text",
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        },
+    },
+    "phi3": {
+        "model_type": "phi3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "phi3-odd-heads": {
+        "model_type": "phi3",
+        "hidden_size": 60,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "sliding_window": 8,
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "granite": {
+        "model_type": "granite",
+        "attention_bias": True,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 4.0,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3-moe-dense-first": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        "head_dim": 32,
+    },
+    "qwen2-moe-shared": {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "opt": {
+        "model_type": "opt",
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": None,
+    },
+    "cohere": {"model_type": "cohere", "attention_bias": True, "tie_word_embeddings": True, "logit_scale": 0.5},
+    "cohere-normalised": {"model_type": "cohere", "use_qk_norm": True},
+    "gpt-neox": {
+        "model_type": "gpt_neox",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    },
+    "gpt-neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True},
 }
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """A random model of the table: random gains and biases, and a few outlier channels in the embedding."""
     fields = {**_SMALL, **CONFIGS[name]}
-    config = AutoConfig.for_model(**fields)
+    config = AutoConfig.for_model(**{name: value for name, value in fields.items() if value is not None})
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
+    # The stock experts' default needs a grouped product that has no float64.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager")
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         with torch.no_grad():
-            if "norm" in parameter_name:
-                parameter.copy_(1 + 0.3 * noise)
-            elif parameter_name.endswith("bias"):
+            if "norm" in parameter_name and parameter_name.endswith("weight"):
+                neutral = 0.0 if config.model_type.startswith("gemma") else 1.0
+                parameter.copy_(neutral + 0.3 * noise)
+            elif parameter.ndim == 1 or parameter_name.endswith("bias"):
                 parameter.copy_(noise)
             elif "embed" in parameter_name:
                 noise[:, :3] *= 20
-                parameter.copy_(noise)
+                parameter.copy_(noise + (0.7 if config.model_type == "opt" else 0.0))
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-    model.to(dtype).model.rotary_emb.float()  # a model that is built in its dtype keeps RoPE's frequencies in float32
+    model.to(dtype)
+    for module in model.modules():
+        if hasattr(module, "inv_freq") or "Rotary" in type(module).__name__:
+            module.float()  # a model that is built in its dtype keeps RoPE's frequencies in float32
     return model.eval()
 
 
@@ -117,3 +222,8 @@ def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
     """Random token ids without the special ones, int64 `[rows, length]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """What this version of transformers calls the cache."""
+    return "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"

@@ -1,21 +1,25 @@
 """Quantize one block at a time from what its layers really see, through the runtime's own modules.
 
 The inputs of a block are the outputs of the quantized blocks before it, with float activations and a float cache;
-inside a block each site is measured with the sites before it already quantized.
+inside a block each site is measured with the sites before it already quantized. Sites that see nothing of one another
+(the experts' inputs, then their downs) make one stage, and are measured together.
+
+An expert is *starved* if fewer tokens reach it than a quarter of its input width: they say too little about so many
+channels. Its gate and up then take the Hessian and the sample of all tokens that enter the block's experts; the input
+of its down is a space of its own, so that one is rounded to nearest. Where not a single token came, the clip ratio of
+an input cannot be searched and is 0.9.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from rotaquant.architectures import Architecture, Block
+from rotaquant.architectures import Block
+from rotaquant.observation import BlockArguments, SiteInputs, observe, record_block_inputs, run_block
 from rotaquant.quantization.activation_clip import search_activation_clip
 from rotaquant.quantization.gptq import gptq, output_error
 from rotaquant.quantization.weights import QuantizedWeight, round_to_nearest, weight_scale
@@ -23,10 +27,11 @@ from rotaquant.recipe import Recipe
 from rotaquant.runtime.layout import ModelLayout
 from rotaquant.runtime.linear import QuantizedLinear
 
-# Inputs kept for the search of activation clips: enough that more changed no ratio, little enough to be quick.
-_SAMPLED_ROWS = 4096
+# Hessians that are held at a time: a stage of more is measured in several passes over the data.
+HESSIAN_BYTES = 2 << 30
+_UNSEARCHED_RATIO = 0.9
 
-BlockArguments = dict[str, Any]
+Site = tuple[str, ...]
 
 
 @dataclass
@@ -38,107 +43,40 @@ class BlockRecord:
     notes: list[str] = field(default_factory=list)
 
 
-# --- running blocks apart from their model ----------------------------------------------------------------------
+def measured_sites(block: Block, layout: ModelLayout) -> list[list[Site]]:
+    """The sites of a block by stage, each without the linears that the recipe skips."""
+    stages: list[list[Site]] = [
+        [block.attention.inputs],
+        [(block.attention.o,)],
+        [mlp.inputs for mlp in block.mlps],
+        [(mlp.down,) for mlp in block.mlps],
+    ]
+    kept = [
+        [tuple(path for path in site if not layout.skips(f"{block.path}.{path}")) for site in stage] for stage in stages
+    ]
+    return [[site for site in stage if site] for stage in kept]
 
 
-@torch.no_grad()
-def record_block_inputs(
-    model: PreTrainedModel, architecture: Architecture, sequences: Tensor
-) -> tuple[Tensor, list[BlockArguments]]:
-    """Embed token ids `[n, length]` and learn with which arguments the model calls each block.
-
-    Only the embedding needs weights: the blocks are replaced for the time by recorders that pass their input on.
-    Returns hidden states `[n, length, hidden]` and one dict of keyword arguments per block, for single sequences.
-    """
-    arguments: list[BlockArguments] = [{} for _ in architecture.blocks]
-    final_norm = model.get_submodule(architecture.final_norm)
-    decoder = model.get_submodule(architecture.decoder)
-
-    def recorder(index: int) -> Callable[..., Tensor]:
-        def record(hidden: Tensor, **kwargs: Any) -> Tensor:
-            arguments[index] = kwargs
-            return hidden
-
-        return record
-
-    stand_ins: dict[nn.Module, Callable[..., Tensor]] = {final_norm: lambda hidden: hidden}
-    for index, block in enumerate(architecture.blocks):
-        stand_ins[model.get_submodule(block.path)] = recorder(index)
-    for module, stand_in in stand_ins.items():
-        module.forward = stand_in
-    try:
-        hidden = [decoder(input_ids=row[None], use_cache=False).last_hidden_state for row in sequences]
-    finally:
-        for module in stand_ins:
-            del module.forward
-    return torch.cat(hidden), arguments
+def passes(module: nn.Module, stage: list[Site]) -> Iterator[list[Site]]:
+    """Split the sites of a stage so that the float32 Hessians of each part stay below `HESSIAN_BYTES`."""
+    part: list[Site] = []
+    held = 0
+    for site in stage:
+        size = hessian_bytes(module, site)
+        if part and held + size > HESSIAN_BYTES:
+            yield part
+            part, held = [], 0
+        part.append(site)
+        held += size
+    if part:
+        yield part
 
 
-@torch.no_grad()
-def run_block(module: nn.Module, hidden: Tensor, arguments: BlockArguments) -> Tensor:
-    """Hidden states `[n, length, hidden]` through one block, a sequence at a time."""
-    outputs = []
-    for row in hidden:
-        output = module(row[None], **arguments)
-        outputs.append(output[0] if isinstance(output, tuple) else output)
-    return torch.cat(outputs)
-
-
-class _Reached(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a forward pass at the site that was to be observed."""
-
-
-@contextmanager
-def _stop_at(linear: QuantizedLinear, observe: Callable[[Tensor], None]) -> Iterator[None]:
-    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        observe(linear.rotate_input(args[0]).flatten(0, -2))
-        raise _Reached
-
-    handle = linear.register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@dataclass(frozen=True)
-class SiteInputs:
-    """What a site sees: its Hessian XᵀX / rows, float32 `[in, in]`, and some of its rows, float32 `[rows, in]`."""
-
-    hessian: Tensor | None
-    rows: Tensor
-
-
-@torch.no_grad()
-def observe_site(
-    module: nn.Module, linear: QuantizedLinear, hidden: Tensor, arguments: BlockArguments, *, hessian: bool
-) -> SiteInputs:
-    """Run `hidden` through a block up to `linear` and collect what the linear sees after its online rotation."""
-    stride = max(1, hidden.shape[0] * hidden.shape[1] // _SAMPLED_ROWS)
-    sampled: list[Tensor] = []
-    width = linear.in_features
-    total = torch.zeros(width, width, device=hidden.device) if hessian else None
-    seen = 0
-
-    def observe(x: Tensor) -> None:
-        nonlocal seen
-        x = x.float()
-        # One phase over all sequences: the same positions of every sequence would be a poor sample.
-        sampled.append(x[(-seen) % stride :: stride].clone())
-        if total is not None:
-            total.addmm_(x.T, x)
-        seen += x.shape[0]
-
-    with _stop_at(linear, observe):
-        for row in hidden:
-            try:
-                module(row[None], **arguments)
-            except _Reached:
-                continue
-    return SiteInputs(total / seen if total is not None else None, torch.cat(sampled))
-
-
-# --- quantizing a block -----------------------------------------------------------------------------------------
+def hessian_bytes(module: nn.Module, site: Site) -> int:
+    """Bytes of the float32 Hessian of a site's inputs."""
+    width = module.get_submodule(site[0]).in_features
+    assert isinstance(width, int)
+    return 4 * width**2
 
 
 @torch.no_grad()
@@ -149,42 +87,121 @@ def quantize_block(
     calibration: tuple[Tensor, BlockArguments] | None,
     on_linear: Callable[[str, float | None], None],
 ) -> tuple[BlockRecord, Tensor | None]:
-    """Quantize every linear of a block in place, site by site in the order of the forward pass.
+    """Quantize every linear of a block in place, stage by stage in the order of the forward pass.
 
-    The block's linears are float `QuantizedLinear`s. `calibration` holds the block's inputs and call arguments, or is
-    `None` for a recipe that looks at no data. Calls `on_linear` with each linear's path and relative output error.
-    Returns the record and the inputs of the next block.
+    The block's linears are float `QuantizedLinear`s, and those that the recipe skips stay so. `calibration` holds the
+    block's inputs and call arguments, or is `None` for a recipe that looks at no data. Calls `on_linear` with each
+    linear's path and relative output error. Returns the record and the inputs of the next block.
     """
-    record = BlockRecord()
-    recipe = layout.recipe
-    quantized: dict[str, QuantizedWeight] = {}
-    searches = recipe.searches_activations
-    for site in block.sites:
-        linears = {path: _linear(module, path) for path in site}
-        inputs = None
-        if calibration is not None and (searches or recipe.gptq is not None):
-            first = next(iter(linears.values()))
-            inputs = observe_site(module, first, *calibration, hessian=recipe.gptq is not None)
+    work = _Work(module, block, layout, calibration if layout.recipe.needs_calibration else None)
+    for stage in measured_sites(block, layout):
+        for part in passes(module, stage):
+            inputs = work.observe(part)
+            for site in part:
+                work.quantize(site, inputs.pop(site, None))
+                for path in site:
+                    on_linear(path, work.record.errors.get(f"{block.path}.{path}"))
+    work.note_starved_experts()
+    # Activations are float up to here: quantizing them while calibrating was tried and brought nothing.
+    outputs = run_block(module, *calibration) if calibration is not None else None
+    for path, weight in work.quantized.items():
+        _linear(module, path).store(weight, layout.linear(block, path))
+    return work.record, outputs
+
+
+class _Work:
+    """One block while it is quantized."""
+
+    def __init__(
+        self, module: nn.Module, block: Block, layout: ModelLayout, calibration: tuple[Tensor, BlockArguments] | None
+    ) -> None:
+        self.module = module
+        self.block = block
+        self.layout = layout
+        self.calibration = calibration
+        self.record = BlockRecord()
+        self.quantized: dict[str, QuantizedWeight] = {}
+        experts = block.experts.mlps if block.experts is not None else ()
+        self._gate_up = {mlp.inputs[0]: index for index, mlp in enumerate(experts)}
+        self._down = {mlp.down: index for index, mlp in enumerate(experts)}
+        self._starved: set[int] = set()
+        self._unsearched: set[int] = set()
+
+    def observe(self, sites: list[Site]) -> dict[Site, SiteInputs]:
+        """What sites see, by one pass over the data; nothing for a recipe that looks at no data."""
+        if self.calibration is None:
+            return {}
+        # Linears of one site see the same: the first of them will do.
+        seen = self._observe(site[0] for site in sites)
+        starved = {path for path, inputs in seen.items() if self._starves(path, inputs.tokens)}
+        if any(path in self._gate_up for path in starved):
+            assert self.block.experts is not None
+            entering = self._observe([self.block.experts.path])[self.block.experts.path]
+            seen.update({path: entering for path in starved if path in self._gate_up})
+        for path in starved & self._down.keys():
+            seen[path] = SiteInputs(seen[path].tokens, None, seen[path].rows)
+        return {site: seen[site[0]] for site in sites}
+
+    def _observe(self, paths: Iterable[str]) -> dict[str, SiteInputs]:
+        assert self.calibration is not None
+        recipe = self.layout.recipe
+        wanted = {"hessian": recipe.gptq is not None, "rows": recipe.searches_activations}
+        return observe(self.module, paths, self.calibration, **wanted)
+
+    def _starves(self, path: str, tokens: int) -> bool:
+        index = self._gate_up.get(path, self._down.get(path))
+        if index is None or tokens >= self._needed_tokens():
+            return False
+        self._starved.add(index)
+        return True
+
+    def _needed_tokens(self) -> int:
+        width = _linear(self.module, next(iter(self._gate_up))).in_features
+        return -(-width // 4)
+
+    def quantize(self, site: Site, inputs: SiteInputs | None) -> None:
+        """Choose the codes of a site's linears, and the clip ratio of its input where the recipe searches it."""
+        recipe = self.layout.recipe
+        linears = {path: _linear(self.module, path) for path in site}
+        rows = inputs.rows if inputs is not None else None
         # Clips are searched for the output of the float weights, which the codes are about to replace.
-        target = inputs.rows @ _stacked(linears).T if searches and inputs is not None else None
+        target = rows @ _stacked(linears).T if rows is not None else None
         if recipe.weights is not None:
-            chosen = _quantize_site(block, linears, inputs, layout, record)
+            hessian = inputs.hessian if inputs is not None else None
+            chosen = _quantize_site(self.block, linears, hessian, self.layout, self.record)
             for path, weight in chosen.items():
                 # The rest of the block is measured with what the codes stand for; unpacking them anew for every
                 # sequence would take longer than the products.
                 linears[path].rotated_weight = weight.dequantize().to(linears[path].rotated_weight.dtype)
-            quantized.update(chosen)
-        if inputs is not None and target is not None:
-            assert recipe.activations is not None
-            ratio = search_activation_clip(inputs.rows, _stacked(linears), target, recipe.activations)
-            record.clip_ratios.update({f"{block.path}.{path}": ratio for path in site})
-        for path in site:
-            on_linear(path, record.errors.get(f"{block.path}.{path}"))
-    # Activations are float up to here: quantizing them while calibrating was tried and brought nothing.
-    outputs = run_block(module, *calibration) if calibration is not None else None
-    for path, weight in quantized.items():
-        _linear(module, path).store(weight, layout.linear(block, path))
-    return record, outputs
+            self.quantized.update(chosen)
+        if inputs is not None and recipe.searches_activations:
+            ratio = _UNSEARCHED_RATIO
+            if rows is not None and target is not None:
+                assert recipe.activations is not None
+                ratio = search_activation_clip(rows, _stacked(linears), target, recipe.activations)
+            elif site[0] in self._down:
+                self._unsearched.add(self._down[site[0]])
+            self.record.clip_ratios.update({f"{self.block.path}.{path}": ratio for path in site})
+
+    def note_starved_experts(self) -> None:
+        """Say in the record, once for the block, which experts saw too little and what was done about it."""
+        if not self._starved or self.calibration is None:
+            return
+        total = self.calibration[0].shape[0] * self.calibration[0].shape[1]
+        whose = "their" if len(self._starved) > 1 else "its"
+        note = (
+            f"{self.block.path}: {_experts(self._starved)} saw fewer than {self._needed_tokens()} of {total} tokens: "
+            f"{whose} gate/up were calibrated on all tokens"
+        )
+        if self.layout.recipe.gptq is not None:
+            note += f", {whose} down rounded to nearest"
+        if self._unsearched:
+            note += f"; {_experts(self._unsearched)} saw none: clip ratio {_UNSEARCHED_RATIO} before down"
+        self.record.notes.append(note)
+
+
+def _experts(indices: set[int]) -> str:
+    return f"expert{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))}"
 
 
 def _linear(module: nn.Module, path: str) -> QuantizedLinear:
@@ -201,7 +218,7 @@ def _stacked(linears: dict[str, QuantizedLinear]) -> Tensor:
 def _quantize_site(
     block: Block,
     linears: dict[str, QuantizedLinear],
-    inputs: SiteInputs | None,
+    hessian: Tensor | None,
     layout: ModelLayout,
     record: BlockRecord,
 ) -> dict[str, QuantizedWeight]:
@@ -212,7 +229,6 @@ def _quantize_site(
     stacked = _stacked(linears)
     scale = weight_scale(stacked, recipe.weights, layout.torch_scale_dtype())
     rounded = round_to_nearest(stacked, recipe.weights, scale)
-    hessian = inputs.hessian if inputs is not None else None
     improved = _gptq_or_note(block, linears, stacked, scale, hessian, recipe, record)
     start = 0
     quantized = {}
@@ -253,3 +269,16 @@ def _gptq_or_note(
         names = ", ".join(f"{block.path}.{path}" for path in linears)
         record.notes.append(f"{names}: the Hessian could not be factored at any damping, rounded to nearest instead")
     return quantized
+
+
+__all__ = [
+    "BlockArguments",
+    "BlockRecord",
+    "HESSIAN_BYTES",
+    "hessian_bytes",
+    "measured_sites",
+    "passes",
+    "quantize_block",
+    "record_block_inputs",
+    "run_block",
+]

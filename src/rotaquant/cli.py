@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -24,7 +24,10 @@ from rotaquant.recipe import PRESETS, resolve_recipe
 
 # Each command imports what it runs, so that a wrong option or recipe is told before models are touched.
 
+Found = TypeVar("Found")
+
 INTERRUPTED = 130
+DEFAULT_RECIPE = "w4a4kv4"
 
 
 class _Commands(TyperGroup):
@@ -87,7 +90,7 @@ def _root(
 def quantize(
     model: ModelArgument,
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to create.")],
-    recipe: Annotated[str, typer.Option(help=f"A .yaml file, or one of: {', '.join(PRESETS)}.")] = "w4a4kv4",
+    recipe: Annotated[str, typer.Option(help=f"A .yaml file, or one of: {', '.join(PRESETS)}.")] = DEFAULT_RECIPE,
     calibration: CalibrationOption = "wikitext2",
     samples: SamplesOption = 128,
     sequence_length: LengthOption = 2048,
@@ -190,16 +193,33 @@ def generate(
 
 
 @app.command()
-def inspect(folder: FolderArgument, as_json: JsonOption = False) -> None:
-    """Say what in FOLDER is quantized how, its size against the original, and its rotation sites."""
-    with _working():
-        from rotaquant.checkpoint import inspect_folder
+def inspect(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, model folder, .gguf file, or quantized folder.")
+    ],
+    recipe: Annotated[
+        str | None,
+        typer.Option(help=f"What is to become of a float model: as for `quantize`, {DEFAULT_RECIPE} by default."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what MODEL is made of, how it would be rotated and how large it would become; its weights are not read.
 
-        summary = inspect_folder(folder)
-    if as_json:
-        _print_json(console.summary_json(summary))
+    Of a quantized folder: what in it is quantized how, its size against the original, and its rotation sites.
+    """
+    resolved = resolve_recipe(recipe or DEFAULT_RECIPE)
+    with _working():
+        from rotaquant.checkpoint import FolderSummary, inspect_folder, is_quantized_folder
+        from rotaquant.survey import survey
+
+        quantized = is_quantized_folder(model)
+        if quantized and recipe is not None:
+            raise RotaquantError(f"--recipe: {model} is quantized already, by the recipe that it holds; leave it out")
+        found = inspect_folder(model) if quantized else survey(model, resolved)
+    if isinstance(found, FolderSummary):
+        _tell(found, as_json, console.summary_json, console.print_summary)
     else:
-        console.print_summary(summary)
+        _tell(found, as_json, console.survey_json, console.print_survey)
 
 
 @app.command()
@@ -238,6 +258,15 @@ def _resumable(output: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         _end(f"interrupted: {output} was not created; the same command resumes the run", INTERRUPTED)
+
+
+def _tell(
+    found: Found, as_json: bool, to_json: Callable[[Found], dict[str, Any]], show: Callable[[Found], None]
+) -> None:
+    if as_json:
+        _print_json(to_json(found))
+    else:
+        show(found)
 
 
 def _print_json(fields: dict[str, Any]) -> None:

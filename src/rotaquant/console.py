@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rotaquant.checkpoint import FolderSummary
     from rotaquant.evaluate import Perplexity, Row
     from rotaquant.pipeline import QuantizationReport, Step
+    from rotaquant.survey import ModelSurvey
 
 # A table that is piped into a file shall not be folded at the 80 columns that rich assumes there.
 _PIPED_WIDTH = 160
@@ -267,18 +268,12 @@ def print_comparison(rows: Sequence[Row]) -> None:
 
 def print_summary(summary: FolderSummary) -> None:
     """What a quantized folder holds: formats, rotation sites, sizes against the original."""
-    from rotaquant.checkpoint.card import describe_format
-
-    recipe = summary.recipe
     share = summary.total_bytes / summary.original_bytes if summary.original_bytes else 0.0
     total, original = human_size(summary.total_bytes), human_size(summary.original_bytes)
-    formats = (recipe.weights, recipe.activations, recipe.keys, recipe.values)
-    names = ("weights", "activations", "keys", "values")
     _print_fields(
         [
             ("base model", summary.base_model or "unknown"),
-            ("recipe", recipe.name),
-            *((name, describe_format(fmt)) for name, fmt in zip(names, formats, strict=True)),
+            *_recipe_fields(summary.recipe),
             ("tensors", f"{total}, {share:.0%} of {original}"),
             ("rotation seed", str(summary.rotation_seed)),
             *((f"rotation {site}", text) for site, text in summary.sites.items()),
@@ -290,6 +285,90 @@ def print_summary(summary: FolderSummary) -> None:
         sizes = (human_size(row.bytes), human_size(row.original_bytes))
         table.add_row(Text(row.name), Text(row.format), *sizes, f"{row.bits_per_weight:.2f}")
     _out().print(table)
+
+
+def print_survey(found: ModelSurvey) -> None:
+    """What a float model is made of, and what its recipe would make of it: sizes, biases, rotation sites."""
+    widths = ", ".join(map(str, found.down_widths))
+    routed = f"; {_number(found.experts, 'expert')} in {found.sparse_layers} layers" if found.experts else ""
+    share = found.expected_bytes / found.original_bytes
+    expected, original = human_size(found.expected_bytes), human_size(found.original_bytes)
+    _print_fields(
+        [
+            ("model", found.model),
+            ("family", found.model_type),
+            ("layers", str(found.layers)),
+            ("hidden size", str(found.hidden_size)),
+            ("heads", f"{found.heads} ({found.kv_heads} of keys and values), {found.head_dim} channels each"),
+            ("feed-forward", f"{widths} wide{routed}"),
+            ("parameters", f"{found.parameters:,}"),
+            ("size", f"{original} in {found.dtype}"),
+            ("embeddings", _embeddings_text(found)),
+            *_recipe_fields(found.recipe),
+            ("bias of keys", _BIAS_PLACES[found.key_bias]),
+            ("bias of values", _BIAS_PLACES[found.value_bias]),
+            ("linears", _linears_text(found)),
+            ("stays float", _float_text(found)),
+            ("quantized", f"about {expected}, {share:.0%} of {original}"),
+            *(("note", note) for note in found.notes),
+        ]
+    )
+    exact = {site.name for site in found.sites if site.form == "exact"}
+    table = _table("rotation", "transform", "kind", "width", text_columns=3)
+    for site in found.sites:
+        width, kind = str(site.width), _FORMS[site.form]
+        if site.name == "head_mix":
+            width = _number(site.width, "head")
+            kind += " with value_head" if {"head_mix", "value_head"} <= exact else ""
+        table.add_row(Text(site.name), Text(site.transform), kind, width)
+    if found.sites:
+        _out().print(table)
+
+
+_BIAS_PLACES = {
+    "none": "none",
+    "apart": "kept out of the cache, added exactly",
+    "inside": "in the cache",
+    "mixed": "kept out of the cache in some layers, in it in others",
+}
+_FORMS = {
+    "exact": "one exact Hadamard matrix",
+    "blocks": "block-diagonal Hadamard",
+    "dense": "dense orthogonal, no Hadamard",
+}
+
+
+def _embeddings_text(found: ModelSurvey) -> str:
+    if not found.tied_embeddings:
+        return "not tied to the head"
+    kept = found.recipe.tied_embeddings == "keep"
+    return "tied to the head, and kept so" if kept else "tied to the head; the head gets its own weight"
+
+
+def _linears_text(found: ModelSurvey) -> str:
+    if found.bits_per_weight is None:
+        return f"{found.linears}, none with quantized weights"
+    quantized = found.linears - len(found.skipped)
+    return f"{quantized} of {found.linears} quantized, {found.bits_per_weight:.2f} bits a weight"
+
+
+def _float_text(found: ModelSurvey) -> str:
+    routers = ", routers" if found.experts else ""
+    skipped = ""
+    if found.skipped:
+        skipped = f"; by skip {_number(len(found.skipped), 'linear')} ({', '.join(found.recipe.skip)})"
+    return f"embeddings, head, norms{routers}{skipped}"
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _recipe_fields(recipe: Recipe) -> list[tuple[str, str]]:
+    from rotaquant.checkpoint.card import describe_format
+
+    parts = ("weights", "activations", "keys", "values")
+    return [("recipe", recipe.name), *((part, describe_format(getattr(recipe, part))) for part in parts)]
 
 
 def report_json(report: QuantizationReport) -> dict[str, Any]:
@@ -330,7 +409,12 @@ def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 def summary_json(summary: FolderSummary) -> dict[str, Any]:
     """A folder's summary for `--json`; sizes in bytes."""
-    return {**asdict(summary), "recipe": summary.recipe.model_dump(mode="json")}
+    return {"quantized": True, **asdict(summary), "recipe": summary.recipe.model_dump(mode="json")}
+
+
+def survey_json(found: ModelSurvey) -> dict[str, Any]:
+    """A float model's survey for `--json`; sizes in bytes."""
+    return {"quantized": False, **asdict(found), "recipe": found.recipe.model_dump(mode="json")}
 
 
 def _table(*columns: str, text_columns: int = 1) -> Table:

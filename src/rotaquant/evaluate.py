@@ -30,7 +30,7 @@ from rotaquant.data import (
 )
 from rotaquant.errors import RotaquantError
 from rotaquant.recipe import PRESETS, Recipe, resolve_recipe
-from rotaquant.runtime.layout import require_fitting_groups
+from rotaquant.runtime.layout import require_applicable
 
 OnWindow = Callable[[int, int], None]
 OnStep = Callable[[pipeline.Step], None]
@@ -233,7 +233,7 @@ class Comparison:
         source = checkpoint.open_source(self.model)
         _, architecture = source.skeleton()
         for recipe in resolved:
-            require_fitting_groups(architecture, recipe)
+            require_applicable(architecture, recipe)
         require_positions(source.config, self.protocol.sequence_length, self.model)
         if any(recipe.needs_calibration for recipe in resolved):
             self._check_calibration(source.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rotaquant.architectures import Architecture, Block
+from rotaquant.architectures import Architecture
 from rotaquant.calibration import record_block_inputs, run_block
 from rotaquant.checkpoint.sources import Source
-from rotaquant.rotation.fuse import fold_block_norms, fuse_ends, rotate_block, rotate_residual
+from rotaquant.rotation.fuse import centre, fuse_ends, rotate_residual
 from rotaquant.rotation.invariance import exact_arithmetic, require_unchanged
-from rotaquant.runtime.attention import block_codec, register_attention, use_attention
-from rotaquant.runtime.layout import ModelLayout, float_layout
-from rotaquant.runtime.linear import QuantizedLinear
+from rotaquant.runtime.attention import attach_codec, register_attention, use_attention
+from rotaquant.runtime.layout import ModelLayout
+from rotaquant.runtime.structure import reshape_ends, rotate_in_place, take_key_bias
 
 _PROBE_TOKENS = 24
 _PROBE_VOCABULARY = 4096
@@ -34,70 +35,51 @@ def require_invariance(
     model, architecture = source.skeleton()
     register_attention()
     probe = _fill_ends(source, model, architecture, device)
+
+    def moved(hidden: Tensor) -> Tensor:
+        return rotate_residual(centre(hidden) if architecture.centred else hidden, layout.rotation)
+
     with exact_arithmetic():
         original, arguments = record_block_inputs(model, architecture, probe)
-        original_head = _head(model, architecture)
-        fuse_ends(model, architecture, layout.rotation)
+        original_end = [copy.deepcopy(module) for module in _end(model, architecture)]
+        fuse_ends(model, architecture, layout.rotation, keep_tied=layout.keeps_tied)
+        reshape_ends(model, architecture, layout)
         rotated, _ = record_block_inputs(model, architecture, probe)
-        require_unchanged(rotated, rotate_residual(original, layout.rotation), "the embedding")
+        require_unchanged(rotated, moved(original), "the embedding")
         for index, block in enumerate(architecture.blocks):
             on_block(index)
             module = model.get_submodule(block.path)
             source.fill(module, block.path, device=device, dtype=torch.float64)
             original = run_block(module, original, arguments[index])
-            _rotate(model, module, block, layout)
+            rotate_in_place(module, block, architecture, layout)
+            take_key_bias(module, block, layout)
+            attach_codec(model, module, block, layout, keys=None, values=None)
             with use_attention(model):
                 rotated = run_block(module, rotated, arguments[index])
-            require_unchanged(rotated, rotate_residual(original, layout.rotation), f"block {index} ({block.path})")
+            require_unchanged(rotated, moved(original), f"block {index} ({block.path})")
             model.set_submodule(block.path, nn.Identity())
-        require_unchanged(_head(model, architecture)(rotated), original_head(original), "the logits")
+        norm, head = _end(model, architecture)
+        require_unchanged(head(norm(rotated)), original_end[1](original_end[0](original)), "the logits")
+
+
+def _end(model: PreTrainedModel, architecture: Architecture) -> tuple[nn.Module, nn.Module]:
+    return model.get_submodule(architecture.final_norm.path), model.get_submodule(architecture.head)
 
 
 def _fill_ends(source: Source, model: PreTrainedModel, architecture: Architecture, device: torch.device) -> Tensor:
-    """Fill embedding, final norm and head in float64 from a sample of the vocabulary; return probe ids `[1, n]`."""
-    vocabulary = model.get_submodule(architecture.embedding).weight.shape[0]
+    """Fill what is not in the blocks in float64, of the vocabulary a sample; return probe ids `[1, n]`."""
+    embedding: Any = model.get_submodule(architecture.embedding)
+    vocabulary = embedding.weight.shape[0]
     size = min(vocabulary, _PROBE_VOCABULARY)
     rows = torch.linspace(0, vocabulary - 1, size).long()
-    norm_path = architecture.final_norm
-    source.fill(model.get_submodule(norm_path), norm_path, device=device, dtype=torch.float64)
+    for path in (architecture.final_norm.path, *architecture.embeddings[1:]):
+        source.fill(model.get_submodule(path), path, device=device, dtype=torch.float64)
     for path in (architecture.embedding, architecture.head):
         module = model.get_submodule(path)
         source.fill(module, path, device=torch.device("cpu"), dtype=source.dtype)
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        sample = weight.detach()[rows].to(device=device, dtype=torch.float64)
-        module.weight = nn.Parameter(sample, requires_grad=False)
+        for name, parameter in list(module.named_parameters()):
+            sample = parameter.detach()[rows].to(device=device, dtype=torch.float64)
+            setattr(module, name, nn.Parameter(sample, requires_grad=False))
+    embedding.padding_idx = None  # it may lie outside the sample, and serves training alone
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, size, (1, _PROBE_TOKENS), generator=generator).to(device)
-
-
-def _head(model: PreTrainedModel, architecture: Architecture) -> Callable[[Tensor], Tensor]:
-    """Final norm and head as they are now (copies of their small float64 weights)."""
-    norm = model.get_submodule(architecture.final_norm)
-    gain = norm.weight
-    weight = model.get_submodule(architecture.head).weight
-    assert isinstance(gain, Tensor) and isinstance(weight, Tensor)
-    gain, weight = gain.clone(), weight.clone()
-
-    def logits(hidden: Tensor) -> Tensor:
-        now = norm.weight
-        norm.weight = nn.Parameter(gain, requires_grad=False)
-        try:
-            normalised = norm(hidden)
-        finally:
-            norm.weight = now
-        return normalised @ weight.T
-
-    return logits
-
-
-def _rotate(model: PreTrainedModel, module: nn.Module, block: Block, layout: ModelLayout) -> None:
-    fold_block_norms(module, block)
-    rotate_block(module, block, layout.rotation)
-    for path in block.linears:
-        linear = module.get_submodule(path)
-        assert isinstance(linear, nn.Linear)
-        module.set_submodule(path, QuantizedLinear.from_float(linear, float_layout(layout.linear(block, path))))
-    floating = layout.model_copy(update={"recipe": layout.recipe.model_copy(update={"keys": None, "values": None})})
-    attention: Any = module.get_submodule(block.attention.path)
-    attention.kv_codec = block_codec(block, floating)

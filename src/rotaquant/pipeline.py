@@ -20,12 +20,13 @@ from rotaquant.checkpoint.card import model_card
 from rotaquant.checkpoint.folder import REPORT, inspect_folder, is_quantized_folder
 from rotaquant.checkpoint.sources import (
     Source,
+    is_tied,
     load_generation_config,
     load_tokenizer,
     open_source,
     require_positions,
     require_vocabulary,
-    untie,
+    set_tied,
 )
 from rotaquant.checkpoint.writer import PartialFolder, require_usable_output
 from rotaquant.data import Calibration, calibration_sequences, read_text, tokenize
@@ -35,11 +36,18 @@ from rotaquant.invariance_gate import require_invariance
 from rotaquant.memory import peak_process_bytes
 from rotaquant.preflight import require_resources
 from rotaquant.recipe import Recipe, resolve_recipe
-from rotaquant.rotation.fuse import fold_block_norms, fuse_ends, rotate_block
+from rotaquant.rotation.fuse import fuse_ends
 from rotaquant.rotation.plan import plan_rotations
 from rotaquant.runtime import ModelLayout, resolve_device
-from rotaquant.runtime.layout import float_layout, require_fitting_groups
+from rotaquant.runtime.layout import require_applicable
 from rotaquant.runtime.linear import QuantizedLinear
+from rotaquant.runtime.structure import (
+    reshape_block,
+    reshape_ends,
+    return_key_bias,
+    rotate_in_place,
+    take_key_bias,
+)
 
 
 @dataclass(frozen=True)
@@ -108,10 +116,11 @@ def quantize(
     source = open_source(model)
     skeleton, architecture = source.skeleton()
     original = _original_bytes(source, skeleton, architecture)
-    require_fitting_groups(architecture, chosen)
+    require_applicable(architecture, chosen)
+    _require_tied_if_kept(source, chosen)
     layout = ModelLayout(
         recipe=chosen,
-        rotation=plan_rotations(architecture, chosen.rotations, seed),
+        rotation=plan_rotations(architecture, chosen, seed),
         scale_dtype=str(source.dtype).removeprefix("torch."),
     )
     tokenizer = load_tokenizer(source) if source.folder is not None or source.gguf_file else None
@@ -177,19 +186,16 @@ def _quantize_one(
     run: _Run, module: nn.Module, block: Block, index: int, calibration: tuple[Tensor, BlockArguments] | None
 ) -> tuple[BlockRecord, Tensor | None]:
     run.source.fill(module, block.path, device=run.device, dtype=torch.float64)
-    fold_block_norms(module, block)
-    rotate_block(module, block, run.layout.rotation)
+    rotate_in_place(module, block, run.architecture, run.layout)
     module.to(run.source.dtype)
-    for path in block.linears:
-        linear = module.get_submodule(path)
-        assert isinstance(linear, nn.Linear)
-        layout = run.layout.linear(block, path)
-        module.set_submodule(path, QuantizedLinear.from_float(linear, float_layout(layout)))
 
     def tell(path: str, error: float | None) -> None:
         run.on_step(Step("quantizing", index, len(run.architecture.blocks), path, error))
 
-    return quantize_block(module, block, run.layout, calibration, tell)
+    record, hidden = quantize_block(module, block, run.layout, calibration, tell)
+    # Only now: calibration runs the model's stock attention, which wants keys with their bias.
+    take_key_bias(module, block, run.layout)
+    return record, hidden
 
 
 def _restored(run: _Run, module: nn.Module, block: Block, index: int) -> BlockRecord | None:
@@ -198,6 +204,8 @@ def _restored(run: _Run, module: nn.Module, block: Block, index: int) -> BlockRe
     if fields is None:
         return None
     tensors = run.folder.read(index + 1)
+    reshape_block(module, block, run.layout)
+    take_key_bias(module, block, run.layout)
     for path in block.linears:
         linear = module.get_submodule(path)
         assert isinstance(linear, nn.Linear)
@@ -207,23 +215,28 @@ def _restored(run: _Run, module: nn.Module, block: Block, index: int) -> BlockRe
         module.set_submodule(path, quantized)
     state = {name.removeprefix(f"{block.path}."): tensor.to(run.device) for name, tensor in tensors.items()}
     module.load_state_dict(state, assign=True)
+    return_key_bias(module, block.attention)
     run.on_step(Step("resuming", index, len(run.architecture.blocks)))
     return BlockRecord(**fields)
 
 
+def _end_paths(run: _Run) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What stands before the blocks, and what after them and has weights of its own."""
+    tail = (run.architecture.final_norm.path, *(() if run.layout.keeps_tied else (run.architecture.head,)))
+    return run.architecture.embeddings, tail
+
+
 def _fill_ends(run: _Run) -> None:
-    for path in (run.architecture.embedding, run.architecture.final_norm, run.architecture.head):
+    for path in (path for paths in _end_paths(run) for path in paths):
         module = run.model.get_submodule(path)
         run.source.fill(module, path, device=run.device, dtype=run.source.dtype)
-    fuse_ends(run.model, run.architecture, run.layout.rotation)
+    fuse_ends(run.model, run.architecture, run.layout.rotation, keep_tied=run.layout.keeps_tied)
+    reshape_ends(run.model, run.architecture, run.layout)
 
 
 def _write_ends(run: _Run) -> None:
     last = len(run.architecture.blocks) + 1
-    for part, paths in (
-        (0, (run.architecture.embedding,)),
-        (last, (run.architecture.final_norm, run.architecture.head)),
-    ):
+    for part, paths in zip((0, last), _end_paths(run), strict=True):
         if run.folder.record(part) is None:
             modules = {path: run.model.get_submodule(path) for path in paths}
             tensors = {f"{path}.{name}": t for path, m in modules.items() for name, t in m.state_dict().items()}
@@ -260,6 +273,14 @@ def _calibration_sequences(
     return sequences, note
 
 
+def _require_tied_if_kept(source: Source, recipe: Recipe) -> None:
+    if recipe.tied_embeddings == "keep" and not is_tied(source.config):
+        raise RotaquantError(
+            f"tied_embeddings: {source.name} has a head of its own, so there is nothing to keep tied; leave the field "
+            "out of the recipe"
+        )
+
+
 def _note_of_unread(source: Source, skeleton: PreTrainedModel) -> str | None:
     unread = source.unread(skeleton)
     if not unread:
@@ -291,7 +312,7 @@ def _fingerprint(
 
 def _original_bytes(source: Source, skeleton: PreTrainedModel, architecture: Architecture) -> int:
     sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
-    if getattr(source.config, "tie_word_embeddings", False):
+    if is_tied(source.config):
         del sizes[f"{architecture.head}.weight"]  # the skeleton's head is untied
     return sum(sizes.values()) * source.dtype.itemsize
 
@@ -302,7 +323,7 @@ def _write_rest(run: _Run, path: Path, tokenizer: Any, notes: tuple[str, ...], o
     layout = run.layout.model_copy(update={"clip_ratios": ratios})
     register()
     config = run.model.config
-    untie(config)
+    set_tied(config, run.layout.keeps_tied)
     config.dtype = run.source.dtype
     config.architectures = [type(run.model).__name__]
     config.quantization_config = RotaquantConfig(**layout.model_dump(mode="json")).to_dict()

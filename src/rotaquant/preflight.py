@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rotaquant.architectures import Architecture
+from rotaquant.architectures import Architecture, Block
+from rotaquant.calibration import hessian_bytes, measured_sites, passes
 from rotaquant.checkpoint.writer import require_space
 from rotaquant.errors import RotaquantError
 from rotaquant.memory import available_bytes
@@ -25,7 +26,7 @@ def require_resources(
 ) -> None:
     """Raise `RotaquantError` when the disk or the memory of `device` is too small for the run."""
     require_space(output, expected_output_bytes(skeleton, architecture, layout))
-    needed = expected_peak_bytes(skeleton, architecture, sequences)
+    needed = expected_peak_bytes(skeleton, architecture, layout, sequences)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     if free is not None and free < needed:
         smaller = "give fewer --samples or a shorter --sequence-length" if sequences is not None else "free some"
@@ -37,24 +38,49 @@ def require_resources(
 
 def expected_output_bytes(skeleton: PreTrainedModel, architecture: Architecture, layout: ModelLayout) -> int:
     """Bytes of the tensors that will be written, without scales and headers."""
-    bits = layout.recipe.weights.bits if layout.recipe.weights else 8 * layout.torch_scale_dtype().itemsize
-    linears = {f"{block.path}.{path}.weight" for block in architecture.blocks for path in block.linears}
+    bits = {}
+    for block in architecture.blocks:
+        for path in block.linears:
+            weights = layout.linear(block, path).weights
+            bits[f"{block.path}.{path}.weight"] = weights.bits if weights is not None else None
     return sum(
-        parameter.numel() * bits // 8 if name in linears else parameter.numel() * parameter.element_size()
+        parameter.numel() * (bits.get(name) or 8 * parameter.element_size()) // 8
         for name, parameter in skeleton.named_parameters()
     )
 
 
-def expected_peak_bytes(skeleton: PreTrainedModel, architecture: Architecture, sequences: Tensor | None) -> int:
-    """Bytes at the largest moment: embedding and head, one block in float64 and again, hidden states twice."""
+def expected_peak_bytes(
+    skeleton: PreTrainedModel, architecture: Architecture, layout: ModelLayout, sequences: Tensor | None
+) -> int:
+    """Bytes at the largest moment: the ends, one block in float64 and again, hidden states twice, Hessians."""
     ends = sum(
         parameter.numel() * parameter.element_size()
-        for path in (architecture.embedding, architecture.head)
+        for path in (*architecture.embeddings, architecture.head)
         for parameter in skeleton.get_submodule(path).parameters()
     )
-    block = sum(parameter.numel() for parameter in skeleton.get_submodule(architecture.blocks[0].path).parameters())
-    hidden = 0
-    if sequences is not None:
-        hidden = sequences.numel() * architecture.hidden_size * skeleton.dtype.itemsize
-    hessian = max(architecture.hidden_size, architecture.blocks[0].mlp.width) ** 2
-    return ends + 2 * 8 * block + 2 * hidden + (4 + 8) * hessian
+    block = max(
+        sum(parameter.numel() for parameter in skeleton.get_submodule(block.path).parameters())
+        for block in architecture.blocks
+    )
+    if sequences is None:
+        return ends + 2 * 8 * block
+    hidden = sequences.numel() * architecture.hidden_size * skeleton.dtype.itemsize
+    hessians = 0
+    if layout.recipe.gptq is not None:
+        hessians = max(_hessian_bytes(skeleton, block, layout) for block in architecture.blocks)
+    return ends + 2 * 8 * block + 2 * hidden + hessians
+
+
+def _hessian_bytes(skeleton: PreTrainedModel, block: Block, layout: ModelLayout) -> int:
+    """Bytes of the Hessians of one pass over the data, and of the largest of them in float64 while it is factored."""
+    module = skeleton.get_submodule(block.path)
+    experts = block.experts.mlps if block.experts is not None else ()
+    entrances = {mlp.inputs for mlp in experts}
+    most = 0
+    for stage in measured_sites(block, layout):
+        for part in passes(module, stage):
+            sizes = {site: hessian_bytes(module, site) for site in part}
+            # Experts that see little share one Hessian more, of all that enters them.
+            shared = max((size for site, size in sizes.items() if site in entrances), default=0)
+            most = max(most, sum(sizes.values()) + shared + 2 * max(sizes.values()))
+    return most

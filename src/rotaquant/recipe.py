@@ -62,7 +62,11 @@ class Recipe(_Frozen):
     """How a model is rotated and quantized. `None` leaves the part in the model's own dtype.
 
     Weights and activations use symmetric grids, keys and values asymmetric ones. `gptq=None` rounds weights to
-    nearest.
+    nearest. Linears whose path in the model matches a pattern of `skip` (shell wildcards) are rotated but stay float.
+    `cache_bias` says whether the biases of keys and values are kept out of a quantized cache and added exactly, or
+    stored in it. `tied_embeddings` gives a tied head its own weight, or keeps it tied: then the stream is rotated
+    online where it leaves the embedding and where it enters the final norm. `tensor_parallel` is the number of shards
+    within which the online rotations stay.
     """
 
     name: str = "custom"
@@ -72,6 +76,10 @@ class Recipe(_Frozen):
     activations: IntFormat | None = None
     keys: IntFormat | None = None
     values: IntFormat | None = None
+    skip: tuple[str, ...] = ()
+    cache_bias: Literal["apart", "inside"] = "apart"
+    tied_embeddings: Literal["untie", "keep"] = "untie"
+    tensor_parallel: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -152,6 +160,7 @@ PRESETS: dict[str, Recipe] = {
             activations=_NAIVE_4,
             keys=_NAIVE_4,
             values=_NAIVE_4,
+            cache_bias="inside",
         ),
     )
 }

@@ -78,9 +78,9 @@ class TestContents:
         fields = json.loads((made / "config.json").read_text())
         quantization = fields["quantization_config"]
         assert quantization["quant_method"] == "rotaquant"
-        assert quantization["format_version"] == 1
+        assert quantization["format_version"] == 2
         assert quantization["rotation"]["seed"] == 7
-        assert quantization["rotation"]["down_input"]["size"] == 96
+        assert [site["size"] for site in quantization["rotation"]["down_input"]] == [96]
         assert quantization["recipe"]["name"] == "w4a4kv4-tuned"
         assert fields["tie_word_embeddings"] is False
         assert fields["architectures"] == ["LlamaForCausalLM"]
@@ -163,8 +163,12 @@ class TestRefusals:
             AutoModelForCausalLM.from_pretrained(folder)
 
     def test_a_newer_format(self, folder: Path) -> None:
-        edit_config(folder, format_version=2)
-        self.refused_by_both(folder, "format version 2, this rotaquant reads up to 1: upgrade")
+        edit_config(folder, format_version=3)
+        self.refused_by_both(folder, "format version 3, this rotaquant reads up to 2: upgrade")
+
+    def test_an_older_format(self, folder: Path) -> None:
+        edit_config(folder, format_version=1)
+        self.refused_by_both(folder, "format version 1, .*quantize the model again")
 
     def test_a_damaged_config(self, folder: Path) -> None:
         edit_config(folder, rotation={"seed": 0, "residual": {"size": 64}})
@@ -173,7 +177,7 @@ class TestRefusals:
     @pytest.mark.parametrize("site", ["residual", "value_head", "head_mix", "query_key", "down_input"])
     def test_a_rotation_that_contradicts_the_recipe(self, folder: Path, site: str) -> None:
         rotation = json.loads((folder / "config.json").read_text())["quantization_config"]["rotation"]
-        edit_config(folder, rotation={**rotation, site: None})
+        edit_config(folder, rotation={**rotation, site: [] if site == "down_input" else None})
         self.refused_by_both(folder, f"damaged: rotation '{site}' contradicts")
 
     @pytest.mark.parametrize("ratio", [None, 0.0, 3.0])

@@ -21,7 +21,8 @@ def test_the_skeleton_has_the_buffers_of_the_model(name: str, tmp_path: Path) ->
     source = open_source(save_tiny(tmp_path / "float", name))
     skeleton, _ = source.skeleton()
     expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "float").named_buffers())
-    found = dict(skeleton.named_buffers())
+    guards = (".experts.gate_up_proj", ".experts.down_proj")
+    found = {key: buffer for key, buffer in skeleton.named_buffers() if not key.endswith(guards)}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert all(parameter.is_meta for parameter in skeleton.parameters())
@@ -83,7 +84,7 @@ class TestRefusals:
 
     def test_an_unknown_family_is_named_with_the_known_ones(self, tmp_path: Path) -> None:
         AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
-        self.refused(tmp_path, r"model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3")
+        self.refused(tmp_path, r"model_type 'gpt2' is not supported; supported: cohere, gemma, .*qwen3_moe, smollm3")
 
     def test_a_name_that_contains_a_family_is_not_that_family(self, tmp_path: Path) -> None:
         fields = {"model_type": "llama-but-different"}

@@ -171,14 +171,20 @@ _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8"
 def _group(
     headers: dict[str, tuple[tuple[int, ...], str]], shapes: dict[str, int], layout: ModelLayout, item: int
 ) -> tuple[TensorGroup, ...]:
-    """Sizes by the last part of the module's path; `shapes` gives the weights that each packed tensor holds."""
+    """Sizes by kind of module; `shapes` gives the weights that each packed tensor holds.
+
+    What `skip` leaves in float is a kind of its own, beside the quantized linears of the same name.
+    """
     stored: Counter[str] = Counter()
     weights: Counter[str] = Counter()
     biases: Counter[str] = Counter()
     quantized: set[str] = set()
     for name, (shape, tag) in headers.items():
         module, _, kind = name.rpartition(".")
-        group = module.rpartition(".")[2]
+        group = _group_name(module, kind)
+        # The pattern alone does not tell: it may match modules that are no linears.
+        if f"{module}.rotated_weight" in headers and layout.skips(module):
+            group = f"{group} (skipped)"
         count = math.prod(shape)
         stored[group] += count * _ITEM_BYTES[tag]
         if kind == "weight_packed":
@@ -199,7 +205,18 @@ def _group(
             quantized=group in quantized,
         )
         for group in sorted(stored)
+        if stored[group]  # guards alone hold nothing
     )
+
+
+def _group_name(module: str, kind: str) -> str:
+    """The last name of a module's path, or the tensor's own where it is no weight or bias of its module.
+
+    Experts are numbered: all of them are one kind.
+    """
+    if kind not in {"weight", "bias", "rotated_weight", "weight_packed", "weight_scale", "weight_shape"}:
+        return kind
+    return next(part for part in reversed(module.split(".")) if not part.isdecimal())
 
 
 def _weight_counts(files: list[Path]) -> dict[str, int]:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from rotaquant.architectures import Architecture, describe, require_supported
 from rotaquant.checkpoint.gguf import gguf_config, gguf_tensors
+from rotaquant.checkpoint.places import Places
 from rotaquant.errors import RotaquantError
 from rotaquant.integrations.headers import read_headers
+from rotaquant.runtime.experts import unstack_experts
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
+# One stored tensor or, given an index along its first dimension, that entry of it without reading the others.
+Load = Callable[[str, int | None], Tensor]
+
 
 @dataclass(frozen=True)
 class Source:
-    """A float model to read from: `read(name)` gives one tensor, `name` says where it comes from."""
+    """A float model to read from: `read(name)` gives one tensor, `name` says where it comes from.
+
+    `names` are those by which tensors are stored, and by which `load` gives them.
+    """
 
     name: str
     config: Any
     dtype: torch.dtype
-    read: Callable[[str], Tensor]
+    load: Load
     folder: Path | None
     gguf_file: str | None = None
     files: tuple[Path, ...] = ()
@@ -46,19 +55,44 @@ class Source:
     generation: GenerationConfig | None = None
 
     def skeleton(self) -> tuple[PreTrainedModel, Architecture]:
-        """The model without weights (meta device, head untied, buffers computed), and its roles."""
+        """The model without weights (meta device, head untied, experts apart, buffers computed), and its roles."""
         config = copy.deepcopy(self.config)
-        untie(config)
+        set_tied(config, False)
         with torch.device("meta"), quiet_transformers(), _naming_the_config(self.name):
-            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
+            # The model's own default: some families' scores are more than SDPA can compute.
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=None)
         model.eval()
         compute_buffers(model)
-        return model, describe(model)
+        architecture = describe(model)
+        unstack_experts(model, architecture)
+        return model, architecture
+
+    @cached_property
+    def _places(self) -> Places:
+        tied = bool(getattr(self.config, "tie_word_embeddings", False))
+        return Places(self.names, *self.skeleton(), tied=tied)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor that the skeleton calls `name`; raises `RotaquantError` naming a tensor that is not there."""
+        place = self._places.find(name)
+        if place is None:
+            absent = self._places.absent(name)
+            raise RotaquantError(f"{self.name} lacks tensor {absent}: the checkpoint is incomplete")
+        try:
+            parts = [self.load(part, place.entry) for part in place.names]
+        except IndexError as error:
+            raise RotaquantError(
+                f"{place.names[0]} of {self.name} holds fewer experts than its config asks for"
+            ) from error
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return tensor.T.contiguous() if place.transposed else tensor
 
     def unread(self, skeleton: PreTrainedModel) -> list[str]:
         """Tensors of the source that are no part of the model its config describes (computed buffers aside)."""
-        computed = (".inv_freq", ".masked_bias", ".attn.bias")
-        return sorted(name for name in self.names - skeleton.state_dict().keys() if not name.endswith(computed))
+        computed = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
+        places = (self._places.find(name) for name in skeleton.state_dict())
+        used = {part for place in places if place is not None for part in place.names}
+        return sorted(name for name in self.names - used if not name.endswith(computed))
 
     def fill(self, module: nn.Module, prefix: str, *, device: torch.device, dtype: torch.dtype) -> None:
         """Give a skeleton module its weights. Raises for a missing, misshapen or non-finite tensor, naming it."""
@@ -81,11 +115,15 @@ class Source:
             setattr(owner, name.rpartition(".")[2], value)
 
 
-def untie(config: Any) -> None:
-    """Say at every level of the config that the head has its own weight."""
-    config.tie_word_embeddings = False
-    text = config.get_text_config()
-    text.tie_word_embeddings = False
+def set_tied(config: Any, tied: bool) -> None:
+    """Say at every level of the config whether the head shares the embedding's weight."""
+    config.tie_word_embeddings = tied
+    config.get_text_config().tie_word_embeddings = tied
+
+
+def is_tied(config: Any) -> bool:
+    """Whether the config says that the head shares the embedding's weight."""
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
 def compute_buffers(model: PreTrainedModel, device: str | torch.device = "cpu") -> None:
@@ -115,11 +153,15 @@ def _in_memory(model: PreTrainedModel) -> Source:
     _refuse_quantized(model.config, type(model).__name__)
     require_supported(model.config.model_type)
     tensors = model.state_dict()
-    read = _reader(tensors.__getitem__, set(tensors), model.config, "the model in memory")
+
+    def load(tensor: str, entry: int | None = None) -> Tensor:
+        return tensors[tensor] if entry is None else tensors[tensor][entry]
+
     origin = str(getattr(model.config, "name_or_path", "") or "")
     folder = Path(origin) if origin and Path(origin).is_dir() else None
     name = origin or type(model).__name__
-    return Source(name, model.config, model.dtype, read, folder, generation=model.generation_config)
+    names = frozenset(tensors)
+    return Source(name, model.config, model.dtype, load, folder, names=names, generation=model.generation_config)
 
 
 def require_gguf_file(path: Path) -> None:
@@ -134,11 +176,25 @@ def _from_gguf(path: Path) -> Source:
     require_supported(config.model_type)
     with torch.device("meta"), quiet_transformers(), _naming_the_config(str(path)):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    names, load = gguf_tensors(path, skeleton)
-    read = _reader(load, names, config, str(path))
+    names, unpack = gguf_tensors(path, skeleton)
+    _refuse_gguf_experts(path, skeleton, names)
+
+    def load(tensor: str, _: int | None = None) -> Tensor:
+        return unpack(tensor)
+
     # A GGUF file's own block formats are not computed in; transformers unpacks them to float32, and so do we.
     folder, file = path.parent, path.name
-    return Source(str(path), config, torch.float32, read, folder, file, files=(path,), names=frozenset(names))
+    return Source(str(path), config, torch.float32, load, folder, file, files=(path,), names=frozenset(names))
+
+
+def _refuse_gguf_experts(path: Path, skeleton: PreTrainedModel, names: set[str]) -> None:
+    first = describe(skeleton).blocks[0]
+    # transformers' tables know a GGUF file's stacked experts by no name, and take Mixtral for Llama.
+    if first.experts is not None or f"{first.path}.{first.mlps[0].down}.weight" not in names:
+        raise RotaquantError(
+            f"{path} holds no feed-forward weights that can be read: experts are not read from GGUF files; "
+            "give the model's Hugging Face folder or hub id"
+        )
 
 
 def _from_folder(path: Path, name: str) -> Source:
@@ -157,29 +213,15 @@ def _from_folder(path: Path, name: str) -> Source:
     if absent:
         raise RotaquantError(f"{path / weight_map[absent[0]]} lacks tensor {absent[0]}, which the index places there")
 
-    def load(tensor: str) -> Tensor:
+    def load(tensor: str, entry: int | None = None) -> Tensor:
         with safe_open(path / weight_map[tensor], framework="pt") as opened:
-            value: Tensor = opened.get_tensor(tensor)
+            value: Tensor = opened.get_tensor(tensor) if entry is None else opened.get_slice(tensor)[entry]
         return value
 
-    read = _reader(load, set(weight_map), config, str(path))
     dtype = getattr(config, "dtype", None)
     if not isinstance(dtype, torch.dtype):
-        dtype = next(read(tensor) for tensor in weight_map).dtype
-    return Source(name, config, dtype, read, path, files=files, names=frozenset(weight_map))
-
-
-def _reader(load: Callable[[str], Tensor], names: set[str], config: Any, where: str) -> Callable[[str], Tensor]:
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-
-    def read(name: str) -> Tensor:
-        if name not in names and tied and name == "lm_head.weight":
-            name = next(candidate for candidate in names if candidate.endswith("embed_tokens.weight"))
-        if name not in names:
-            raise RotaquantError(f"{where} lacks tensor {name}: the checkpoint is incomplete")
-        return load(name)
-
-    return read
+        dtype = load(next(iter(weight_map))).dtype
+    return Source(name, config, dtype, load, path, files=files, names=frozenset(weight_map))
 
 
 def read_config(path: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,17 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, tuple[tuple[int, ...]
     return tensors
 
 
-def require_matching_tensors(model: torch.nn.Module, files: Iterable[str | Path]) -> None:
-    """Raise `RotaquantError` naming tensors that are missing, unknown, misshapen or of another integer type."""
+def require_matching_tensors(
+    model: torch.nn.Module, files: Iterable[str | Path], not_stored: Set[str] = frozenset()
+) -> None:
+    """Raise `RotaquantError` naming tensors that are missing, unknown, misshapen or of another integer type.
+
+    `not_stored` names tensors of the model that are the same as others, and need not be in the files.
+    """
     expected: dict[str, Any] = dict(model.state_dict())
     found = read_headers(files)
+    for name in not_stored - found.keys():
+        expected.pop(name, None)
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys())
     if missing:

@@ -17,7 +17,7 @@ from rotaquant.runtime.attention import register_attention
 from rotaquant.runtime.linear import QuantizedLinear
 
 QUANT_METHOD = "rotaquant"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class RotaquantConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -30,6 +30,11 @@ class RotaquantConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise RotaquantError(
                 f"the checkpoint has format version {format_version}, this rotaquant reads up to {FORMAT_VERSION}: "
                 "upgrade rotaquant (pip install -U rotaquant)"
+            )
+        if format_version < FORMAT_VERSION:
+            raise RotaquantError(
+                f"the checkpoint has format version {format_version}, which only rotaquant before its first release "
+                "wrote: quantize the model again"
             )
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
@@ -57,10 +62,12 @@ class RotaquantQuantizer(HfQuantizer):  # type: ignore[misc]
     requires_calibration = True
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        install(model, self.quantization_config.layout)
+        layout = self.quantization_config.layout
+        architecture = install(model, layout)
         files = kwargs.get("checkpoint_files")
         if files:
-            require_matching_tensors(model, files)
+            tied = {f"{architecture.head}.weight"} if layout.keeps_tied else set()
+            require_matching_tensors(model, files, not_stored=tied)
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:

@@ -117,11 +117,14 @@ def rotate_rows(x: Tensor, base: Tensor, blocks: int) -> Tensor:
     return x.flatten(-3)
 
 
-def mix_rows(x: Tensor, matrix: Tensor) -> Tensor:
-    """x (matrix (x) I) over the last axis: `matrix` `[k, k]` mixes k stretches of channels at equal position."""
+def mix_rows(x: Tensor, matrix: Tensor, shards: int = 1) -> Tensor:
+    """x (I_shards (x) matrix (x) I) over the last axis.
+
+    `matrix` `[k, k]` mixes, within each shard, k stretches of channels at equal position.
+    """
     compute = compute_dtype(x.dtype)
-    stretches = x.to(compute).unflatten(-1, (matrix.shape[0], -1))
-    return torch.matmul(matrix.to(compute).mT, stretches).flatten(-2)
+    stretches = x.to(compute).unflatten(-1, (shards, matrix.shape[0], -1))
+    return torch.matmul(matrix.to(compute).mT, stretches).flatten(-3)
 
 
 _SYLVESTER_TILE = 64
@@ -145,6 +148,44 @@ def _sylvester_by_products(x: Tensor) -> Tensor:
 
 def _sylvester(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return sylvester_transform(torch.eye(size, dtype=dtype, device=device))
+
+
+# --- attention -------------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention: `[batch, heads, m, d]` over `[batch, kv_heads, n, d]` -> `[batch, heads, m, d]`.
+
+    `mask` is boolean (true: attend) or added to the scores; without one, m queries that are also the last m keys see
+    what comes before them. `softcap` bounds scores by cap·tanh(score/cap); `sinks` `[heads]` are scores of a key
+    without value. Computed in `compute_dtype`.
+    """
+    compute = compute_dtype(query.dtype)
+    heads, length = query.shape[1], keys.shape[2]
+    keys, values = (x.to(compute).repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
+    scores = query.to(compute) @ keys.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        causal = torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device)
+        mask = causal.tril(length - query.shape[2])
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(compute).min)
+    else:
+        scores = scores + mask.to(compute)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(compute).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
+    return (weights @ values).to(query.dtype)
 
 
 # --- products --------------------------------------------------------------------------------------------------

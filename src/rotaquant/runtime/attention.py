@@ -16,9 +16,13 @@ from transformers.masking_utils import sdpa_mask
 
 from rotaquant.architectures import Architecture, Block
 from rotaquant.errors import RotaquantError
-from rotaquant.runtime.cache import QuantizedCache
+from rotaquant.ops import reference
+from rotaquant.recipe import IntFormat
+from rotaquant.runtime.cache import PackedRows, adopt, can_adopt
+from rotaquant.runtime.key_bias import PositionRecorder, RotaryPositions
 from rotaquant.runtime.kv_codec import LayerCodec, RowCodec
 from rotaquant.runtime.layout import ModelLayout
+from rotaquant.runtime.structure import key_bias
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +34,8 @@ def quantized_attention(
 ) -> tuple[Tensor, None]:
     """Attention of `query` `[batch, heads, length, head_dim]` over keys and values as the cache stores them.
 
-    Keys and values are rows of a `QuantizedCache`, or float (no cache, or a cache of another kind), which pass
-    through the same codec: both give the same numbers.
+    Keys and values are rows of a packed cache, or float (no cache, or a cache of another kind), which pass
+    through the same codec: both give the same numbers. A bias that is kept out of the keys is added here.
     """
     codec = module.kv_codec
     assert isinstance(codec, LayerCodec)
@@ -39,8 +43,34 @@ def quantized_attention(
         if key.dtype != torch.uint8:
             key, value = codec.encode(key, value)
         keys, values = codec.decode(key, value, query.dtype)
-        output, _ = sdpa_attention_forward(module, codec.rotate(query), keys, values, attention_mask, **kwargs)
+        keys = _with_bias(module, codec, key, keys)
+        output = _attend(module, codec.rotate(query), (keys, values), attention_mask, **kwargs)
     return output, None
+
+
+def _with_bias(module: nn.Module, codec: LayerCodec, rows: Tensor, keys: Tensor) -> Tensor:
+    bias = key_bias(module)
+    if bias is None:
+        return keys
+    by_head = bias.view(keys.shape[1], -1).to(reference.compute_dtype(keys.dtype))
+    rotary = module.rotary_positions
+    if rotary is None:
+        shared = by_head[None, :, None]
+    else:
+        assert isinstance(rotary, RotaryPositions)
+        shared = rotary.rotate(by_head, codec.stored_positions(rows))
+    return keys + codec.rotate(shared).to(keys.dtype)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, stored: tuple[Tensor, Tensor], mask: Tensor | None, **kwargs: Any
+) -> Tensor:
+    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    if softcap is None and sinks is None:
+        output: Tensor = sdpa_attention_forward(module, query, *stored, mask, **kwargs)[0]
+        return output
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    return reference.attention(query, *stored, mask, scaling=scaling, softcap=softcap, sinks=sinks).transpose(1, 2)
 
 
 def register_attention() -> None:
@@ -54,23 +84,35 @@ def install_attention(model: PreTrainedModel, architecture: Architecture, layout
     recipe, rotation = layout.recipe, layout.rotation
     if recipe.keys is None and recipe.values is None and rotation.query_key is None:
         return
-    codecs = []
-    for block in architecture.blocks:
-        codec = block_codec(block, layout)
-        attention: Any = model.get_submodule(f"{block.path}.{block.attention.path}")
-        attention.kv_codec = codec
-        codecs.append(codec)
+    codecs = [
+        attach_codec(model, model.get_submodule(block.path), block, layout, recipe.keys, recipe.values)
+        for block in architecture.blocks
+    ]
     model.set_attn_implementation(ATTENTION_NAME)
     decoder = model.get_submodule(architecture.decoder)
     decoder.register_forward_pre_hook(_CacheSupply(decoder, codecs), with_kwargs=True)
 
 
-def block_codec(block: Block, layout: ModelLayout) -> LayerCodec:
-    """How a block's keys and values are stored."""
-    head_dim = block.attention.head_dim
-    recipe = layout.recipe
-    keys, values = RowCodec(head_dim, recipe.keys), RowCodec(head_dim, recipe.values)
-    return LayerCodec(keys, values, layout.rotation.query_key)
+def attach_codec(
+    model: nn.Module,
+    module: nn.Module,
+    block: Block,
+    layout: ModelLayout,
+    keys: IntFormat | None,
+    values: IntFormat | None,
+) -> LayerCodec:
+    """Tell the attention of `module`, a block of `model`, how to store keys and values, and where bias belongs."""
+    roles = block.attention
+    attention: Any = module.get_submodule(roles.path)
+    codec = LayerCodec(RowCodec(roles.head_dim, keys), RowCodec(roles.head_dim, values), layout.rotation.query_key)
+    if key_bias(attention) is not None:
+        attention.rotary_positions = None
+        if roles.rope is not None:
+            attention.rotary_positions = RotaryPositions(model.get_submodule(roles.rope.module), roles.rope)
+            codec.positions = PositionRecorder()
+            attention.register_forward_pre_hook(codec.positions, with_kwargs=True)
+    attention.kv_codec = codec
+    return codec
 
 
 @contextmanager
@@ -109,12 +151,12 @@ class _CacheSupply:
                 return None
             cache = DynamicCache(config=decoder.config)
             kwargs[self.name] = cache
-        if type(cache) is DynamicCache and cache.get_seq_length() == 0:
-            QuantizedCache.adopt(cache, self.codecs)
-        elif not isinstance(cache, QuantizedCache):
+        if can_adopt(cache):
+            adopt(cache, self.codecs)
+        elif not isinstance(cache, PackedRows):
             _warn_once(
                 f"{type(cache).__name__} keeps keys and values in float and has them quantized anew at every step: "
-                "right, but slow and large. Pass no cache, or an empty DynamicCache, to store them packed."
+                "right, but slow and large. Pass no cache, or an empty DynamicCache or StaticCache, to pack them."
             )
         return args, kwargs
 

@@ -1,4 +1,4 @@
-"""The packed key/value cache: transformers' `DynamicCache`, holding rows of bytes instead of floats."""
+"""The packed key/value cache: transformers' own caches, holding rows of bytes instead of floats."""
 
 from __future__ import annotations
 
@@ -7,27 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from rotaquant.runtime.kv_codec import LayerCodec
 
 
-class QuantizedCache(DynamicCache):  # type: ignore[misc]
-    """A `DynamicCache` whose keys and values are uint8 rows `[batch, kv_heads, length, row_bytes]`.
+class PackedRows:
+    """What makes a stock cache hold keys and values as uint8 rows `[batch, kv_heads, length, row_bytes]`.
 
-    Concatenation, sliding windows, crop, beam reorder and mask sizes are the stock ones.
+    Concatenation, preallocation, sliding windows, crop, beam reorder and mask sizes are the stock ones.
     """
 
     codecs: Sequence[LayerCodec]
-
-    @classmethod
-    def adopt(cls, cache: DynamicCache, codecs: Sequence[LayerCodec]) -> QuantizedCache:
-        """Turn an empty stock cache into a packed one, in place: whoever holds it keeps holding the right one."""
-        assert type(cache) is DynamicCache
-        cache.__class__ = cls
-        assert isinstance(cache, cls)
-        cache.codecs = codecs
-        return cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -35,5 +26,28 @@ class QuantizedCache(DynamicCache):  # type: ignore[misc]
         """Store float keys (after RoPE) and values of one layer; return all stored rows of it."""
         with torch.autocast(key_states.device.type, enabled=False):
             keys, values = self.codecs[layer_idx].encode(key_states, value_states)
-        stored: tuple[Tensor, Tensor] = super().update(keys, values, layer_idx, *args, **kwargs)
+        stored: tuple[Tensor, Tensor] = super().update(keys, values, layer_idx, *args, **kwargs)  # type: ignore[misc]
         return stored
+
+
+class QuantizedCache(PackedRows, DynamicCache):  # type: ignore[misc]
+    """A `DynamicCache` of packed rows."""
+
+
+class QuantizedStaticCache(PackedRows, StaticCache):  # type: ignore[misc]
+    """A `StaticCache` of packed rows."""
+
+
+_PACKED: dict[type, type] = {DynamicCache: QuantizedCache, StaticCache: QuantizedStaticCache}
+
+
+def can_adopt(cache: Any) -> bool:
+    """Whether a cache is a stock one that can hold packed rows and holds nothing yet."""
+    return type(cache) in _PACKED and not any(layer.is_initialized for layer in cache.layers)
+
+
+def adopt(cache: Any, codecs: Sequence[LayerCodec]) -> None:
+    """Turn an empty stock cache into a packed one, in place: whoever holds it keeps holding the right one."""
+    assert can_adopt(cache)
+    cache.__class__ = _PACKED[type(cache)]
+    cache.codecs = codecs

@@ -7,20 +7,26 @@ from transformers import PreTrainedModel
 
 from rotaquant.architectures import Architecture, describe
 from rotaquant.runtime.attention import install_attention
+from rotaquant.runtime.experts import unstack_experts
 from rotaquant.runtime.layout import ModelLayout, require_consistent
 from rotaquant.runtime.linear import QuantizedLinear
+from rotaquant.runtime.structure import reshape_block, reshape_ends, take_key_bias
 
 
 def install(model: PreTrainedModel, layout: ModelLayout) -> Architecture:
     """Give the model empty quantized linears, ready for a checkpoint's tensors, and quantized attention."""
     architecture = describe(model)
     require_consistent(architecture, layout)
+    unstack_experts(model, architecture)
     for block in architecture.blocks:
+        module = model.get_submodule(block.path)
+        reshape_block(module, block, layout)
+        take_key_bias(module, block, layout)
         for path in block.linears:
-            full = f"{block.path}.{path}"
-            linear = model.get_submodule(full)
+            linear = module.get_submodule(path)
             assert isinstance(linear, nn.Linear)
             quantized = QuantizedLinear.empty_like(linear, layout.linear(block, path), layout.torch_scale_dtype())
-            model.set_submodule(full, quantized)
+            module.set_submodule(path, quantized)
+    reshape_ends(model, architecture, layout)
     install_attention(model, architecture, layout)
     return architecture

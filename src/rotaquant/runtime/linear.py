@@ -117,7 +117,7 @@ class QuantizedLinear(nn.Module):
             self.prepare(x.device)
         assert self._transform_matrix is not None
         if isinstance(transform, HeadMix):
-            return reference.mix_rows(x, self._transform_matrix)
+            return reference.mix_rows(x, self._transform_matrix, transform.shards)
         return reference.rotate_rows(x, self._transform_matrix, transform.blocks)
 
     def forward(self, x: Tensor) -> Tensor:

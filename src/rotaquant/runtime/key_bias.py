@@ -1,0 +1,62 @@
+"""The bias of keys, which stays out of the cache: attention adds its exact share at every token's own position.
+
+A bias is one large vector that RoPE turns with the position; in the cache it would widen the range of every row and
+drown the rest of the key. The share of key j in a score is q · RoPE_j(b), which depends on j alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotaquant.architectures import Rope
+from rotaquant.errors import RotaquantError
+
+
+class RotaryPositions:
+    """RoPE of one vector at given positions, with the angles of the model's own rotary module."""
+
+    def __init__(self, rotary: nn.Module, rope: Rope) -> None:
+        self._rotary = rotary
+        self._rope = rope
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`[heads, head_dim]` at positions `[batch, length]` -> `[batch, heads, length, head_dim]`."""
+        arguments: dict[str, Any] = {"layer_type": self._rope.layer_type} if self._rope.layer_type else {}
+        cos, sin = self._rotary(x, positions.clamp_min(0), **arguments)
+        if self._rope.style == "half-once":
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        turned, still = x[:, None].split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+        turned = turned * cos + _quarter_turn(turned, self._rope.style) * sin
+        return torch.cat((turned, still.expand(*turned.shape[:-1], -1)), dim=-1)
+
+
+def _quarter_turn(x: Tensor, style: str) -> Tensor:
+    """Each pair of channels (a, b) becomes (-b, a)."""
+    if style == "interleaved":
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+class PositionRecorder:
+    """A forward pre-hook of an attention module that remembers the positions of the tokens it is called with."""
+
+    def __init__(self) -> None:
+        self._positions: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._positions = kwargs.get("position_ids")
+
+    def of(self, length: int) -> Tensor:
+        """The positions `[batch or 1, length]` of the current call's tokens."""
+        positions = self._positions
+        if positions is None or positions.shape[-1] != length:
+            raise RotaquantError(
+                "the keys of this model are stored without their bias, which needs every token's position: pass no "
+                "cache, or an empty DynamicCache or StaticCache"
+            )
+        return positions

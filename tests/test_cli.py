@@ -78,12 +78,18 @@ def test_quantize_passes_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pipeline, "quantize", quantize)
     options = "--recipe w4a16 --calibration builtin --samples 7 --sequence-length 64 --device cpu --seed 5".split()
-    result = run("quantize", "some/model", "out", *options, "--json")
+    result = run("quantize", "some/model", "out", *options, "--text-only", "--json")
     assert calls == [
         (
             "some/model",
             PRESETS["w4a16"],
-            {"output": Path("out"), "calibration": Calibration("builtin", 7, 64), "device": "cpu", "seed": 5},
+            {
+                "output": Path("out"),
+                "calibration": Calibration("builtin", 7, 64),
+                "device": "cpu",
+                "seed": 5,
+                "text_only": True,
+            },
         )
     ]
     assert one_json_object(result)["bits_per_weight"] == 4.03
@@ -93,7 +99,7 @@ def test_quantize_passes_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
     run("quantize", "some/model", "out")
     assert calls[1][1:] == (
         PRESETS["w4a4kv4"],
-        {"output": Path("out"), "calibration": Calibration(), "device": "auto", "seed": 0},
+        {"output": Path("out"), "calibration": Calibration(), "device": "auto", "seed": 0, "text_only": False},
     )
 
 

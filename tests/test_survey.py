@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 import rotaquant
 from rotaquant import RotaquantError
-from rotaquant import survey as module
 from rotaquant.checkpoint import inspect_folder, sources
 from rotaquant.recipe import PRESETS, IntFormat, Recipe, Rotations
 from rotaquant.survey import survey
@@ -35,12 +34,12 @@ class Hub:
         self.folder = folder
         self.asked: list[tuple[str, str]] = []
 
-    def download(self, model: str, file: str) -> str:
-        """What `hf_hub_download` does."""
-        self.asked.append((model, file))
+    def download(self, model: str, *, allow_patterns: list[str], **_: Any) -> str:
+        """What `snapshot_download` does."""
+        self.asked.extend((model, pattern) for pattern in allow_patterns)
         if model != "some/model":
             raise LocalEntryNotFoundError("nothing of that name")
-        return str(self.folder / file)
+        return str(self.folder)
 
 
 @pytest.fixture
@@ -48,8 +47,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     (tmp_path / "hub").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "hub")
     made = Hub(tmp_path / "hub")
-    monkeypatch.setattr(module, "hf_hub_download", made.download)
-    monkeypatch.setattr(sources, "snapshot_download", lambda *_, **__: pytest.fail("weights were asked for"))
+    monkeypatch.setattr(sources, "snapshot_download", made.download)
     return made
 
 

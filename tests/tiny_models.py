@@ -173,10 +173,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def small_fields(name: str) -> dict[str, Any]:
+    """The fields of a config of the table."""
+    fields = {**_SMALL, **CONFIGS[name]}
+    return {field: value for field, value in fields.items() if value is not None}
+
+
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """A random model of the table: random gains and biases, and a few outlier channels in the embedding."""
-    fields = {**_SMALL, **CONFIGS[name]}
-    config = AutoConfig.for_model(**{name: value for name, value in fields.items() if value is not None})
+    config = AutoConfig.for_model(**small_fields(name))
     generator = torch.Generator().manual_seed(seed)
     # The stock experts' default needs a grouped product that has no float64.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager")

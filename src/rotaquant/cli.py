@@ -68,6 +68,9 @@ LengthOption = Annotated[int, typer.Option(help="Tokens in a sequence or window.
 WindowsOption = Annotated[int | None, typer.Option(help="Evaluation windows; all by default.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, or cuda.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of rotations and calibration; the same seed gives the same bytes.")]
+TextOnlyOption = Annotated[
+    bool, typer.Option("--text-only", help="Take the text part of a model that has others, and leave these out.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 
 
@@ -96,6 +99,7 @@ def quantize(
     sequence_length: LengthOption = 2048,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
+    text_only: TextOnlyOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize MODEL into the new folder OUTPUT.
@@ -114,6 +118,7 @@ def quantize(
             calibration=settings,
             device=device,
             seed=seed,
+            text_only=text_only,
             on_step=shown.on_step,
         )
     if as_json:
@@ -129,6 +134,7 @@ def evaluate(
     sequence_length: LengthOption = 2048,
     windows: WindowsOption = None,
     device: DeviceOption = "auto",
+    text_only: TextOnlyOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the perplexity of MODEL, a float model or a quantized folder."""
@@ -142,6 +148,7 @@ def evaluate(
             windows,
             device,
             lambda done, count: shown.on_step(evaluation.window_step(done, count)),
+            text_only=text_only,
         )
     if as_json:
         _print_json(result.to_json())
@@ -160,6 +167,7 @@ def compare(
     windows: WindowsOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
+    text_only: TextOnlyOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize MODEL by several recipes and print their perplexities and sizes, the float model first."""
@@ -169,7 +177,7 @@ def compare(
         from rotaquant.evaluate import Comparison, Protocol
 
         protocol = Protocol(text, sequence_length, windows)
-        comparison = Comparison(model, settings, protocol, device, seed, shown.on_step)
+        comparison = Comparison(model, settings, protocol, device, seed, text_only, shown.on_step)
         rows = comparison.rows(resolved)
     if as_json:
         _print_json(console.comparison_json(rows))
@@ -201,6 +209,7 @@ def inspect(
         str | None,
         typer.Option(help=f"What is to become of a float model: as for `quantize`, {DEFAULT_RECIPE} by default."),
     ] = None,
+    text_only: TextOnlyOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what MODEL is made of, how it would be rotated and how large it would become; its weights are not read.
@@ -215,7 +224,7 @@ def inspect(
         quantized = is_quantized_folder(model)
         if quantized and recipe is not None:
             raise RotaquantError(f"--recipe: {model} is quantized already, by the recipe that it holds; leave it out")
-        found = inspect_folder(model) if quantized else survey(model, resolved)
+        found = inspect_folder(model) if quantized else survey(model, resolved, text_only=text_only)
     if isinstance(found, FolderSummary):
         _tell(found, as_json, console.summary_json, console.print_summary)
     else:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rotaquant import checkpoint, pipeline
-from rotaquant.checkpoint.sources import require_positions, require_vocabulary
+from rotaquant.checkpoint.configs import require_positions, require_vocabulary
 from rotaquant.data import (
     Calibration,
     calibration_sequences,
@@ -159,32 +159,35 @@ def evaluate(
     windows: int | None = None,
     device: str = "auto",
     on_window: OnWindow | None = None,
+    *,
+    text_only: bool = False,
 ) -> Perplexity:
     """The perplexity of a float model (hub id, folder, .gguf file), a quantized folder, or a model in memory.
 
-    A model in memory stays on its device and needs a `name_or_path` that its tokenizer is found by.
-    Raises `RotaquantError` for a text shorter than one window and a window longer than the model's context.
+    A model in memory stays on its device and needs a `name_or_path` that its tokenizer is found by; `text_only` takes
+    the text part of a float model that has others. Raises `RotaquantError` for a text shorter than one window and a
+    window longer than the model's context.
     """
     protocol = Protocol(text, sequence_length, windows)
     if isinstance(model, PreTrainedModel):
         name = str(model.name_or_path)
         return _measure(model, name, _windows(name, protocol), protocol, on_window)
-    ids = _windows(str(model), protocol)
-    return _measure(_open(str(model), device), str(model), ids, protocol, on_window)
+    ids = _windows(str(model), protocol, text_only)
+    return _measure(_open(str(model), device, text_only), str(model), ids, protocol, on_window)
 
 
-def _windows(model: str, protocol: Protocol) -> Tensor:
+def _windows(model: str, protocol: Protocol, text_only: bool = False) -> Tensor:
     # Text and tokenizer come before the model: what can fail fast does.
     check_sequence_length(protocol.sequence_length)
     text = read_text(protocol.text, "evaluation")
-    tokens = tokenize(checkpoint.open_tokenizer(model), text)
+    tokens = tokenize(checkpoint.open_tokenizer(model, text_only=text_only), text)
     return evaluation_windows(tokens, protocol.sequence_length, protocol.windows)
 
 
-def _open(model: str, device: str) -> PreTrainedModel:
+def _open(model: str, device: str, text_only: bool) -> PreTrainedModel:
     if checkpoint.is_quantized_folder(model):
         return checkpoint.load(model, device=device)
-    return checkpoint.open_float_model(model, device=device)
+    return checkpoint.open_float_model(model, device=device, text_only=text_only)
 
 
 def _measure(
@@ -214,6 +217,7 @@ class Comparison:
     protocol: Protocol = Protocol()
     device: str = "auto"
     seed: int = 0
+    text_only: bool = False
     on_step: OnStep | None = None
 
     def rows(self, recipes: Sequence[str | Path | Recipe], keep: Mapping[str, Path] | None = None) -> list[Row]:
@@ -229,8 +233,8 @@ class Comparison:
             raise RotaquantError(
                 f"{self.model} is already quantized: compare the float model, or use `rotaquant evaluate`"
             )
-        windows = _windows(self.model, self.protocol)
-        source = checkpoint.open_source(self.model)
+        windows = _windows(self.model, self.protocol, self.text_only)
+        source = checkpoint.open_source(self.model, text_only=self.text_only)
         _, architecture = source.skeleton()
         for recipe in resolved:
             require_applicable(architecture, recipe)
@@ -250,12 +254,13 @@ class Comparison:
 
     def _check_calibration(self, config: Any) -> None:
         settings = self.calibration
-        tokens = tokenize(checkpoint.open_tokenizer(self.model), read_text(settings.text, "calibration"))
+        tokenizer = checkpoint.open_tokenizer(self.model, text_only=self.text_only)
+        tokens = tokenize(tokenizer, read_text(settings.text, "calibration"))
         calibration_sequences(tokens, settings.samples, settings.sequence_length, self.seed)
         require_positions(config, settings.sequence_length, self.model)
 
     def _float_perplexity(self, windows: Tensor) -> tuple[Perplexity, float]:
-        model = checkpoint.open_float_model(self.model, device=self.device)
+        model = checkpoint.open_float_model(self.model, device=self.device, text_only=self.text_only)
         measured = _measure(model, self.model, windows, self.protocol, self._on_window("float"))
         return measured, 8.0 * model.dtype.itemsize
 
@@ -267,6 +272,7 @@ class Comparison:
             calibration=self.calibration,
             device=self.device,
             seed=self.seed,
+            text_only=self.text_only,
             on_step=self._on_step(recipe.name),
         )
         model = checkpoint.load(folder, device=self.device)

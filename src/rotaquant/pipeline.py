@@ -17,16 +17,19 @@ from transformers import PreTrainedModel
 from rotaquant.architectures import Architecture, Block
 from rotaquant.calibration import BlockArguments, BlockRecord, quantize_block, record_block_inputs, run_block
 from rotaquant.checkpoint.card import model_card
+from rotaquant.checkpoint.configs import (
+    is_tied,
+    require_positions,
+    require_tied_if_kept,
+    require_vocabulary,
+    set_tied,
+)
 from rotaquant.checkpoint.folder import REPORT, inspect_folder, is_quantized_folder
 from rotaquant.checkpoint.sources import (
     Source,
-    is_tied,
     load_generation_config,
     load_tokenizer,
     open_source,
-    require_positions,
-    require_vocabulary,
-    set_tied,
 )
 from rotaquant.checkpoint.writer import PartialFolder, require_usable_output
 from rotaquant.data import Calibration, calibration_sequences, read_text, tokenize
@@ -98,12 +101,14 @@ def quantize(
     calibration: str | Path | Calibration | Tensor = "wikitext2",
     device: str | torch.device = "auto",
     seed: int = 0,
+    text_only: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> QuantizationReport:
     """Rotate and quantize a model into the folder `output` (arXiv 2404.00456).
 
     `model` is a hub id, a folder, a .gguf file or a float model in memory (left as it is); `calibration` a named text,
-    a file, a `Calibration`, or token ids `[sequences, length]`. Raises `RotaquantError` for bad input before any
+    a file, a `Calibration`, or token ids `[sequences, length]`; `text_only` takes the text part of a model that has
+    others, and leaves these out. Raises `RotaquantError` for bad input before any
     work is done; `output` appears only when it is complete.
     """
     started = time.monotonic()
@@ -113,11 +118,11 @@ def quantize(
         raise RotaquantError(f"the seed (--seed) must be a whole number from 0 to 2**63 - 1, not {seed}")
     require_usable_output(folder)
     text = _calibration_text(chosen, calibration)
-    source = open_source(model)
+    source = open_source(model, text_only=text_only)
     skeleton, architecture = source.skeleton()
     original = _original_bytes(source, skeleton, architecture)
     require_applicable(architecture, chosen)
-    _require_tied_if_kept(source, chosen)
+    require_tied_if_kept(source.config, chosen, source.name)
     layout = ModelLayout(
         recipe=chosen,
         rotation=plan_rotations(architecture, chosen, seed),
@@ -271,14 +276,6 @@ def _calibration_sequences(
     require_positions(source.config, sequences.shape[1], source.name)
     require_vocabulary(source.config, sequences, source.name)
     return sequences, note
-
-
-def _require_tied_if_kept(source: Source, recipe: Recipe) -> None:
-    if recipe.tied_embeddings == "keep" and not is_tied(source.config):
-        raise RotaquantError(
-            f"tied_embeddings: {source.name} has a head of its own, so there is nothing to keep tied; leave the field "
-            "out of the recipe"
-        )
 
 
 def _note_of_unread(source: Source, skeleton: PreTrainedModel) -> str | None:

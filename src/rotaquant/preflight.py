@@ -13,6 +13,7 @@ from rotaquant.calibration import hessian_bytes, measured_sites, passes
 from rotaquant.checkpoint.writer import require_space
 from rotaquant.errors import RotaquantError
 from rotaquant.memory import available_bytes
+from rotaquant.ops.packing import packed_words
 from rotaquant.runtime import ModelLayout
 
 
@@ -37,16 +38,26 @@ def require_resources(
 
 
 def expected_output_bytes(skeleton: PreTrainedModel, architecture: Architecture, layout: ModelLayout) -> int:
-    """Bytes of the tensors that will be written, without scales and headers."""
-    bits = {}
+    """Bytes of the tensors that will be written, without headers."""
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in skeleton.named_parameters()}
+    if layout.keeps_tied:
+        del sizes[f"{architecture.head}.weight"]
     for block in architecture.blocks:
         for path in block.linears:
-            weights = layout.linear(block, path).weights
-            bits[f"{block.path}.{path}.weight"] = weights.bits if weights is not None else None
-    return sum(
-        parameter.numel() * (bits.get(name) or 8 * parameter.element_size()) // 8
-        for name, parameter in skeleton.named_parameters()
-    )
+            sizes[f"{block.path}.{path}.weight"] = sum(weight_bytes(skeleton, block, path, layout))
+    return sum(sizes.values())
+
+
+def weight_bytes(skeleton: PreTrainedModel, block: Block, path: str, layout: ModelLayout) -> tuple[int, int]:
+    """Bytes of a linear's weight or codes, and of their scales."""
+    weight = skeleton.get_submodule(f"{block.path}.{path}").weight
+    assert isinstance(weight, Tensor)
+    rows, columns = weight.shape
+    fmt = layout.linear(block, path).weights
+    item = layout.torch_scale_dtype().itemsize
+    if fmt is None:
+        return rows * columns * item, 0
+    return 4 * rows * packed_words(columns, fmt.bits), rows * (columns // (fmt.group_size or columns)) * item
 
 
 def expected_peak_bytes(

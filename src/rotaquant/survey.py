@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rotaquant.architectures import Architecture
-from rotaquant.checkpoint.sources import Source, is_tied, open_source, read_config
-from rotaquant.errors import RotaquantError
-from rotaquant.preflight import expected_output_bytes
+from rotaquant.checkpoint.configs import is_tied, require_tied_if_kept
+from rotaquant.checkpoint.sources import Source, open_source
+from rotaquant.preflight import expected_output_bytes, weight_bytes
 from rotaquant.recipe import Recipe, resolve_recipe
 from rotaquant.rotation.fuse import has_separable_value_bias
 from rotaquant.rotation.plan import RotationPlan, plan_rotations
@@ -73,17 +71,19 @@ class ModelSurvey:
     notes: tuple[str, ...]
 
 
-def survey(model: str | Path | PreTrainedModel, recipe: str | Path | Recipe = "w4a4kv4") -> ModelSurvey:
+def survey(
+    model: str | Path | PreTrainedModel, recipe: str | Path | Recipe = "w4a4kv4", *, text_only: bool = False
+) -> ModelSurvey:
     """Describe a float model and what `recipe` would make of it; no weights are loaded, and none downloaded.
 
     Raises `RotaquantError` as `quantize` does: for a model that is unknown, quantized, or not fit for the recipe.
     """
     chosen = resolve_recipe(recipe)
-    source = _open(model)
+    source = open_source(model, text_only=text_only, weights=False)
     skeleton, architecture = source.skeleton()
     require_applicable(architecture, chosen)
     tied = is_tied(source.config)
-    _require_tied_if_kept(source.name, chosen, tied)
+    require_tied_if_kept(source.config, chosen, source.name)
     dtype = str(source.dtype).removeprefix("torch.")
     layout = ModelLayout(recipe=chosen, rotation=plan_rotations(architecture, chosen, seed=0), scale_dtype=dtype)
     attention = architecture.attention
@@ -92,8 +92,6 @@ def survey(model: str | Path | PreTrainedModel, recipe: str | Path | Recipe = "w
     assert isinstance(head, Tensor)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters()) - (head.numel() if tied else 0)
     weights, packed, scales = _quantized_sizes(skeleton, architecture, layout)
-    # The skeleton's head is untied.
-    float_head = head.nbytes if layout.keeps_tied else 0
     paths = linear_paths(architecture)
     return ModelSurvey(
         model=source.name,
@@ -117,50 +115,9 @@ def survey(model: str | Path | PreTrainedModel, recipe: str | Path | Recipe = "w
         linears=len(paths),
         skipped=tuple(path for path in paths if layout.skips(path)),
         bits_per_weight=(packed + scales) * 8 / weights if weights else None,
-        expected_bytes=expected_output_bytes(skeleton, architecture, layout) + scales - float_head,
+        expected_bytes=expected_output_bytes(skeleton, architecture, layout),
         notes=_notes(source, layout),
     )
-
-
-# --- opening ----------------------------------------------------------------------------------------------------
-
-
-def _open(model: str | Path | PreTrainedModel) -> Source:
-    """As `open_source`, but of a model on the hub the config alone is fetched."""
-    if isinstance(model, PreTrainedModel) or Path(model).suffix == ".gguf" or Path(model).exists():
-        return open_source(model)
-    name = str(model)
-    config = read_config(_fetch_config(name))
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        raise RotaquantError(
-            f"{name} is already quantized ({fields.get('quant_method')}); give the float model it was made from"
-        )
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-
-    def load(tensor: str, _: int | None = None) -> Tensor:
-        raise RotaquantError(f"tensor {tensor} of {name} was not fetched")
-
-    return Source(name, config, dtype, load, None)
-
-
-def _fetch_config(model: str) -> Path:
-    try:
-        return Path(hf_hub_download(model, "config.json")).parent
-    except HFValidationError as error:
-        raise RotaquantError(f"{model} does not exist, and is no hub id") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RotaquantError(f"{model} is no local folder, and cannot be fetched from the hub: {reason}") from error
-
-
-def _require_tied_if_kept(name: str, recipe: Recipe, tied: bool) -> None:
-    if recipe.tied_embeddings == "keep" and not tied:
-        raise RotaquantError(
-            f"tied_embeddings: {name} has a head of its own, so there is nothing to keep tied; leave the field out of "
-            "the recipe"
-        )
 
 
 # --- what the recipe makes of it --------------------------------------------------------------------------------
@@ -171,18 +128,14 @@ def _quantized_sizes(
 ) -> tuple[int, int, int]:
     """Weights of the linears that are quantized, and the bytes of their codes and of their scales."""
     weights = packed = scales = 0
-    item = layout.torch_scale_dtype().itemsize
     for block in architecture.blocks:
-        module = skeleton.get_submodule(block.path)
         for path in block.linears:
-            fmt = layout.linear(block, path).weights
-            if fmt is not None:
-                weight = module.get_submodule(path).weight
+            if layout.linear(block, path).weights is not None:
+                weight = skeleton.get_submodule(f"{block.path}.{path}").weight
                 assert isinstance(weight, Tensor)
-                rows, columns = weight.shape
                 weights += weight.numel()
-                packed += weight.numel() * fmt.bits // 8
-                scales += rows * (columns // (fmt.group_size or columns)) * item
+                codes, steps = weight_bytes(skeleton, block, path, layout)
+                packed, scales = packed + codes, scales + steps
     return weights, packed, scales
 
 

@@ -12,13 +12,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rotaquant.checkpoint.sources import (
-    open_source,
+from rotaquant.checkpoint.configs import (
     quiet_transformers,
     read_config,
     read_json,
     read_tokenizer,
     read_weight_map,
+)
+from rotaquant.checkpoint.sources import (
+    open_source,
     require_gguf_file,
 )
 from rotaquant.errors import RotaquantError
@@ -61,17 +63,19 @@ def load(
     return model.to(target).eval()
 
 
-def open_float_model(model: str | Path, *, device: str | torch.device = "auto") -> PreTrainedModel:
-    """The float model of a hub id, folder or .gguf file, whole, in its own dtype."""
+def open_float_model(
+    model: str | Path, *, device: str | torch.device = "auto", text_only: bool = False
+) -> PreTrainedModel:
+    """The float model of a hub id, folder or .gguf file in its own dtype, whole or its text part only."""
     target = resolve_device(device)
-    source = open_source(model)
+    source = open_source(model, text_only=text_only)
     skeleton, _ = source.skeleton()
     for name, child in skeleton.named_children():
         source.fill(child, name, device=target, dtype=source.dtype)
     return skeleton.to(target).eval()
 
 
-def open_tokenizer(model: str | Path) -> Any:
+def open_tokenizer(model: str | Path, *, text_only: bool = False) -> Any:
     """The tokenizer of a hub id, folder (quantized or not) or .gguf file."""
     path = Path(model)
     if path.suffix == ".gguf":
@@ -79,7 +83,7 @@ def open_tokenizer(model: str | Path) -> Any:
         return read_tokenizer(path.parent, path.name)
     if is_quantized_folder(path):
         return read_tokenizer(path)
-    source = open_source(model)
+    source = open_source(model, text_only=text_only)
     assert source.folder is not None
     return read_tokenizer(source.folder)
 

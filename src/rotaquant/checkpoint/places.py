@@ -12,6 +12,12 @@ from rotaquant.architectures import Architecture, Experts
 
 _EXPERT_TENSOR = re.compile(r"(?P<path>.+)\.(?P<part>gate_up|down)\.(?P<index>\d+)\.(?P<kind>weight|bias)")
 
+# What a text model's tensors are called where it is a part of a model that sees or hears as well.
+_TEXT_PARTS = (
+    (r"^(model\.)?language_model\.lm_head\.", "lm_head."),
+    (r"^(model\.)?language_model\.(model\.)?", "model."),
+)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -34,7 +40,7 @@ class Places:
         self._stored = {name: name for name in stored}
         for name in sorted(stored):
             called = name
-            for pattern, replacement in architecture.renamed:
+            for pattern, replacement in (*_TEXT_PARTS, *architecture.renamed):
                 called = re.sub(pattern, replacement, called)
             self._stored.setdefault(called, name)
         self._tied = {f"{architecture.head}.weight": f"{architecture.embedding}.weight"} if tied else {}

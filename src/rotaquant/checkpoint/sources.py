@@ -6,11 +6,9 @@ A `Source` hands out single tensors under their transformers names, so that no s
 from __future__ import annotations
 
 import copy
-import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +19,21 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from rotaquant.architectures import Architecture, describe, require_supported
+from rotaquant.checkpoint.configs import (
+    first_line,
+    is_tied,
+    naming_the_config,
+    quiet_transformers,
+    read_config,
+    read_tokenizer,
+    read_weight_map,
+    refuse_quantized,
+    set_tied,
+    text_config,
+)
 from rotaquant.checkpoint.gguf import gguf_config, gguf_tensors
 from rotaquant.checkpoint.places import Places
 from rotaquant.errors import RotaquantError
@@ -58,7 +68,7 @@ class Source:
         """The model without weights (meta device, head untied, experts apart, buffers computed), and its roles."""
         config = copy.deepcopy(self.config)
         set_tied(config, False)
-        with torch.device("meta"), quiet_transformers(), _naming_the_config(self.name):
+        with torch.device("meta"), quiet_transformers(), naming_the_config(self.name):
             # The model's own default: some families' scores are more than SDPA can compute.
             model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=None)
         model.eval()
@@ -69,8 +79,7 @@ class Source:
 
     @cached_property
     def _places(self) -> Places:
-        tied = bool(getattr(self.config, "tie_word_embeddings", False))
-        return Places(self.names, *self.skeleton(), tied=tied)
+        return Places(self.names, *self.skeleton(), tied=is_tied(self.config))
 
     def read(self, name: str) -> Tensor:
         """The tensor that the skeleton calls `name`; raises `RotaquantError` naming a tensor that is not there."""
@@ -115,17 +124,6 @@ class Source:
             setattr(owner, name.rpartition(".")[2], value)
 
 
-def set_tied(config: Any, tied: bool) -> None:
-    """Say at every level of the config whether the head shares the embedding's weight."""
-    config.tie_word_embeddings = tied
-    config.get_text_config().tie_word_embeddings = tied
-
-
-def is_tied(config: Any) -> bool:
-    """Whether the config says that the head shares the embedding's weight."""
-    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-
-
 def compute_buffers(model: PreTrainedModel, device: str | torch.device = "cpu") -> None:
     """Compute the buffers that no checkpoint holds (RoPE frequencies) as `from_pretrained` does."""
     for module in model.modules():
@@ -136,22 +134,38 @@ def compute_buffers(model: PreTrainedModel, device: str | torch.device = "cpu") 
             model._init_weights(module)
 
 
-def open_source(model: str | Path | PreTrainedModel) -> Source:
+def open_source(model: str | Path | PreTrainedModel, *, text_only: bool = False, weights: bool = True) -> Source:
     """A lazily read source for a hub id, a folder, a .gguf file or a model in memory.
 
-    Raises `RotaquantError` for what is missing, empty, unsupported or already quantized.
+    With `text_only` only the text part of a model that has others; without `weights` a hub id's config alone is
+    fetched. Raises `RotaquantError` for what is missing, empty, unsupported or already quantized.
     """
     if isinstance(model, PreTrainedModel):
-        return _in_memory(model)
+        return _in_memory(model, text_only)
     path = Path(model)
     if path.suffix == ".gguf":
         return _from_gguf(path)
-    return _from_folder(path if path.exists() else _download(str(model)), str(model))
+    if path.exists():
+        return _from_folder(path, str(model), text_only)
+    folder = _download(str(model), weights)
+    return _from_folder(folder, str(model), text_only) if weights else _without_weights(folder, str(model), text_only)
 
 
-def _in_memory(model: PreTrainedModel) -> Source:
-    _refuse_quantized(model.config, type(model).__name__)
-    require_supported(model.config.model_type)
+def _without_weights(path: Path, name: str, text_only: bool) -> Source:
+    config = read_config(path, text_only=text_only)
+    refuse_quantized(config, name)
+
+    def load(tensor: str, _: int | None = None) -> Tensor:
+        raise RotaquantError(f"tensor {tensor} of {name} was not fetched")
+
+    return Source(name, config, config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32, load, path)
+
+
+def _in_memory(model: PreTrainedModel, text_only: bool) -> Source:
+    refuse_quantized(model.config, type(model).__name__)
+    text = model.config.get_text_config()
+    require_supported(text.model_type if text_only else model.config.model_type, text.model_type)
+    config = text_config(copy.deepcopy(model.config)) if text_only else model.config
     tensors = model.state_dict()
 
     def load(tensor: str, entry: int | None = None) -> Tensor:
@@ -161,7 +175,7 @@ def _in_memory(model: PreTrainedModel) -> Source:
     folder = Path(origin) if origin and Path(origin).is_dir() else None
     name = origin or type(model).__name__
     names = frozenset(tensors)
-    return Source(name, model.config, model.dtype, load, folder, names=names, generation=model.generation_config)
+    return Source(name, config, model.dtype, load, folder, names=names, generation=model.generation_config)
 
 
 def require_gguf_file(path: Path) -> None:
@@ -174,7 +188,7 @@ def _from_gguf(path: Path) -> Source:
     require_gguf_file(path)
     config = gguf_config(path)
     require_supported(config.model_type)
-    with torch.device("meta"), quiet_transformers(), _naming_the_config(str(path)):
+    with torch.device("meta"), quiet_transformers(), naming_the_config(str(path)):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     names, unpack = gguf_tensors(path, skeleton)
     _refuse_gguf_experts(path, skeleton, names)
@@ -197,10 +211,9 @@ def _refuse_gguf_experts(path: Path, skeleton: PreTrainedModel, names: set[str])
         )
 
 
-def _from_folder(path: Path, name: str) -> Source:
-    config = read_config(path)
-    _refuse_quantized(config, str(path))
-    require_supported(config.model_type)
+def _from_folder(path: Path, name: str, text_only: bool) -> Source:
+    config = read_config(path, text_only=text_only)
+    refuse_quantized(config, str(path))
     index = path / _INDEX
     if index.is_file():
         weight_map = read_weight_map(index)
@@ -224,91 +237,17 @@ def _from_folder(path: Path, name: str) -> Source:
     return Source(name, config, dtype, load, path, files=files, names=frozenset(weight_map))
 
 
-def read_config(path: Path) -> Any:
-    """The transformers config of a folder; raises naming the folder when it is missing, empty or no model."""
-    if not path.exists():
-        raise RotaquantError(f"{path} does not exist")
-    if not path.is_dir():
-        raise RotaquantError(f"{path} is neither a model folder nor a .gguf file")
-    if not any(path.iterdir()):
-        raise RotaquantError(f"{path} is empty")
-    if not (path / "config.json").is_file():
-        raise RotaquantError(f"{path} holds no config.json: it is no (finished) model folder")
-    fields = read_json(path / "config.json")
-    require_supported(str(fields.get("model_type")))
-    with _naming_the_config(str(path)):
-        return AutoConfig.from_pretrained(path)
-
-
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file of a sharded checkpoint's index; raises naming the index where it is damaged."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise RotaquantError(f"{index} has no weight_map: it is damaged; get an undamaged copy")
-    return weight_map
-
-
-@contextmanager
-def _naming_the_config(name: str) -> Iterator[None]:
+def _download(model: str, weights: bool) -> Path:
     try:
-        yield
-    except RotaquantError:
-        raise
-    except Exception as error:  # transformers checks configs in many places, each with exceptions of its own
-        raise RotaquantError(
-            f"the config of {name} is not one that transformers can use: {_first_line(error)}"
-        ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises `RotaquantError` naming the file where it holds none."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RotaquantError(f"{path} is not valid JSON: {error}") from error
-    except OSError as error:
-        raise RotaquantError(f"{path} cannot be read: {error.strerror}") from error
-    if not isinstance(fields, dict):
-        raise RotaquantError(f"{path} does not hold a JSON object")
-    return fields
-
-
-def _refuse_quantized(config: Any, name: str) -> None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        method = fields.get("quant_method")
-        raise RotaquantError(f"{name} is already quantized ({method}); give the float model it was made from")
-
-
-def _download(model: str) -> Path:
-    try:
-        wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"] if weights else ["config.json"]
         # Some repositories ship the weights a second time, in their authors' own layout.
         return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=["consolidated*", "original/*"]))
     except HFValidationError as error:
         raise RotaquantError(f"{model} does not exist, and is no hub id") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise RotaquantError(
-            f"{model} is no local folder, and cannot be fetched from the hub: {_first_line(error)}"
+            f"{model} is no local folder, and cannot be fetched from the hub: {first_line(error)}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' advice about models that are deliberately empty off the terminal."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def load_generation_config(source: Source) -> GenerationConfig:
@@ -324,29 +263,8 @@ def load_generation_config(source: Source) -> GenerationConfig:
         with tempfile.TemporaryDirectory() as scratch:
             config.save_pretrained(scratch)  # transformers checks it only here
     except Exception as error:
-        raise RotaquantError(f"{where} cannot be used: {_first_line(error)}; mend or remove it") from error
+        raise RotaquantError(f"{where} cannot be used: {first_line(error)}; mend or remove it") from error
     return config
-
-
-def require_positions(config: Any, length: int, name: str) -> None:
-    """Raise `RotaquantError` when sequences of `length` tokens exceed the model's positions."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and length > limit:
-        raise RotaquantError(
-            f"sequences of {length} tokens exceed the {limit} positions of {name} (max_position_embeddings): "
-            f"give --sequence-length {limit} or less"
-        )
-
-
-def require_vocabulary(config: Any, ids: Tensor, name: str) -> None:
-    """Raise `RotaquantError` when token ids are outside the model's vocabulary."""
-    size = config.get_text_config().vocab_size
-    low, high = (int(value) for value in ids.aminmax())
-    if low < 0 or high >= size:
-        raise RotaquantError(
-            f"token {high if high >= size else low} is outside the vocabulary of {size} of {name}: "
-            "is the tokenizer that of another model?"
-        )
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -354,14 +272,3 @@ def load_tokenizer(source: Source) -> Any:
     if source.folder is None:
         raise RotaquantError(f"{source.name} has no tokenizer: save model and tokenizer to a folder, and give that")
     return read_tokenizer(source.folder, source.gguf_file)
-
-
-def read_tokenizer(folder: Path, gguf_file: str | None = None) -> Any:
-    """The tokenizer of a folder or GGUF file; raises `RotaquantError` naming the folder where there is none."""
-    try:
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf_file} if gguf_file else {}))
-    except Exception as error:  # tokenizer files are checked in many places, each with exceptions of its own
-        raise RotaquantError(
-            f"{folder} has no usable tokenizer; add the model's tokenizer.json and tokenizer_config.json"
-        ) from error

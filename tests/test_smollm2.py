@@ -17,10 +17,14 @@ from rotaquant import Calibration
 from rotaquant.checkpoint import inspect_folder, open_float_model, open_tokenizer
 from rotaquant.data import evaluation_windows, read_text, tokenize
 from rotaquant.evaluate import evaluate, perplexity
+from rotaquant.recipe import IntFormat, Recipe
 from rotaquant.rotation.invariance import relative_error
-from tests.runtime.test_generation import cache_name
+from tests.biased_keys import bias_keys
+from tests.tiny_models import cache_name
 
 pytestmark = pytest.mark.slow
+
+KV4 = Recipe(keys=IntFormat(bits=4, clip_ratio=0.95), values=IntFormat(bits=4, clip_ratio=0.95))
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +126,20 @@ def test_builtin_text_tells_rotated_from_naive(smollm2_gguf: Path, rtn: Path, tm
     rotaquant.quantize(smollm2_gguf, "naive-w4a4kv4", output=tmp_path / "naive")
     naive, rotated = (perplexity(rotaquant.load(folder), windows) for folder in (tmp_path / "naive", rtn))
     assert rotated < 300 < 3000 < naive
+
+
+def test_large_key_biases_cost_nothing(smollm2_gguf: Path, tmp_path: Path) -> None:
+    """Biases far beyond the keys' spread, on real weights: a 4-bit cache costs what it costs without them."""
+    biased = bias_keys(smollm2_gguf, tmp_path / "biased", 30.0)
+
+    def measured(model: Path, name: str, recipe: Recipe | None) -> float:
+        if recipe is not None:
+            rotaquant.quantize(model, recipe, output=tmp_path / name)
+        return evaluate(tmp_path / name if recipe else model, "builtin", 512, 4).perplexity
+
+    plain = measured(smollm2_gguf, "plain", KV4) / measured(smollm2_gguf, "", None)
+    floating = measured(biased, "", None)
+    apart = measured(biased, "apart", KV4) / floating
+    inside = measured(biased, "inside", KV4.model_copy(update={"cache_bias": "inside"})) / floating
+    assert apart < 1.0 + 1.3 * (plain - 1.0)
+    assert inside > 1.5 * apart

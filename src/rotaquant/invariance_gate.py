@@ -32,7 +32,7 @@ def require_invariance(
     One block at a time is in memory, and of the vocabulary a few thousand rows. Raises `RotaquantError` naming the
     first block that differs, or a tensor that is missing, misshapen or not finite.
     """
-    model, architecture = source.skeleton()
+    model, architecture = source.skeleton(device)
     register_attention()
     probe = _fill_ends(source, model, architecture, device)
 

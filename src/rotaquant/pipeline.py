@@ -119,7 +119,7 @@ def quantize(
     require_usable_output(folder)
     text = _calibration_text(chosen, calibration)
     source = open_source(model, text_only=text_only)
-    skeleton, architecture = source.skeleton()
+    skeleton, architecture = source.skeleton(target)
     original = _original_bytes(source, skeleton, architecture)
     require_applicable(architecture, chosen)
     require_tied_if_kept(source.config, chosen, source.name)

@@ -64,15 +64,15 @@ class Source:
     names: frozenset[str] = frozenset()
     generation: GenerationConfig | None = None
 
-    def skeleton(self) -> tuple[PreTrainedModel, Architecture]:
-        """The model without weights (meta device, head untied, experts apart, buffers computed), and its roles."""
+    def skeleton(self, device: str | torch.device = "cpu") -> tuple[PreTrainedModel, Architecture]:
+        """The model without weights, and its roles: meta device, head untied, experts apart, buffers on `device`."""
         config = copy.deepcopy(self.config)
         set_tied(config, False)
         with torch.device("meta"), quiet_transformers(), naming_the_config(self.name):
             # The model's own default: some families' scores are more than SDPA can compute.
             model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=None)
         model.eval()
-        compute_buffers(model)
+        compute_buffers(model, device)
         architecture = describe(model)
         unstack_experts(model, architecture)
         return model, architecture
@@ -124,14 +124,17 @@ class Source:
             setattr(owner, name.rpartition(".")[2], value)
 
 
-def compute_buffers(model: PreTrainedModel, device: str | torch.device = "cpu") -> None:
-    """Compute the buffers that no checkpoint holds (RoPE frequencies) as `from_pretrained` does."""
+def compute_buffers(model: PreTrainedModel, device: str | torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (RoPE frequencies) as `from_pretrained` does: on the CPU."""
     for module in model.modules():
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = torch.empty_like(buffer, device=device)
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
             model._init_weights(module)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
 
 
 def open_source(model: str | Path | PreTrainedModel, *, text_only: bool = False, weights: bool = True) -> Source:

@@ -17,21 +17,44 @@ that of the saved folder, loaded and run as it is shipped. The recipes that are 
 `benchmarks/recipes/`. A GGUF file's weights are unpacked to float32 first, and "float" is that model.
 """
 
+# What a file of results is for, where its model and device do not say it: a heading and a paragraph.
+_SUBJECTS = {
+    "choices": (
+        "choices for deployment",
+        "`-tp3` confines head_mix and down_input to three shards, one for each head of keys and values "
+        "(`tensor_parallel: 3`). `-tied` keeps the head tied to the embedding (`tied_embeddings: keep`).",
+    ),
+    "key-biases": (
+        "keys with a bias",
+        "The same weights as a Qwen2-type model whose keys have a bias of ±30 in the two slowest pairs of channels of "
+        "every head (`python -m tests.biased_keys MODEL OUTPUT`). `kv4-only` keeps the bias out of the cache, as all "
+        "presets but `naive-w4a4kv4` do; `kv4-only-bias-inside` stores keys with it (`cache_bias: inside`).",
+    ),
+}
+
 
 def render() -> str:
     """The whole page."""
     parts = [_HEAD]
-    for path in sorted(RESULTS.glob("accuracy-*.json")):
-        parts.append(_section(json.loads(path.read_text())))
+    subjects = {path: _subject(path) for path in sorted(RESULTS.glob("accuracy-*.json"))}
+    for path in sorted(subjects, key=lambda path: subjects[path] or ""):  # those of the presets come first
+        parts.append(_section(json.loads(path.read_text()), subjects[path]))
     return "\n".join(parts)
 
 
-def _section(result: dict[str, Any]) -> str:
+def _subject(path: Path) -> str | None:
+    return next((name for name in _SUBJECTS if f"-{name}-" in path.name), None)
+
+
+def _section(result: dict[str, Any], subject: str | None) -> str:
     environment, rows = result["environment"], result["rows"]
     seeds = sorted({row["seed"] for row in rows})
+    title, about = _SUBJECTS[subject] if subject else (None, None)
+    heading = f"## {result['model'].removesuffix('.gguf')} on {environment['device']}"
     lines = [
-        f"## {result['model'].removesuffix('.gguf')} on {environment['device']}",
+        f"{heading}: {title}" if title else heading,
         "",
+        *((about, "") if about else ()),
         f"Protocol: {rows[0]['protocol']}. Calibration: {result['calibration']}. Seeds: {', '.join(map(str, seeds))}. "
         f"torch {environment['torch']}, transformers {environment['transformers']}, commit {environment['commit']}.",
         "",

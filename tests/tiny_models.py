@@ -123,6 +123,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
     "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "attention_bias": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "granite": {
         "model_type": "granite",
         "attention_bias": True,
@@ -170,6 +176,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     },
     "gpt-neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True},
+    "starcoder2": {"model_type": "starcoder2", "tie_word_embeddings": True, "sliding_window": 8},
+    "starcoder2-unbiased": {"model_type": "starcoder2", "use_bias": False},
 }
 
 
@@ -183,8 +191,12 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     """A random model of the table: random gains and biases, and a few outlier channels in the embedding."""
     config = AutoConfig.for_model(**small_fields(name))
     generator = torch.Generator().manual_seed(seed)
+    # SDPA, which transformers chose for Gemma-2 before 5.24, drops softcaps.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     # The stock experts' default needs a grouped product that has no float64.
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, experts_implementation="eager", attn_implementation=attention
+    )
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         with torch.no_grad():

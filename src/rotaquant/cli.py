@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from rotaquant import console
 from rotaquant.data import Calibration
 from rotaquant.errors import RotaquantError
+from rotaquant.progress import Progress, progress
 from rotaquant.recipe import PRESETS, resolve_recipe
 
 # Each command imports what it runs, so that a wrong option or recipe is told before models are touched.
@@ -249,7 +250,7 @@ def demo(
 
 
 @contextmanager
-def _working() -> Iterator[console.Progress]:
+def _working() -> Iterator[Progress]:
     """Progress on stderr, and whatever a library prints on stdout kept off it."""
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     with redirect_stdout(sys.stderr):
@@ -257,7 +258,7 @@ def _working() -> Iterator[console.Progress]:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        with console.progress() as shown:
+        with progress() as shown:
             yield shown
 
 

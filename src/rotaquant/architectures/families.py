@@ -239,7 +239,12 @@ def _gemma_with_post_norms(
     mlp = gated_mlp(config.intermediate_size)
 
     def block(index: int) -> Block:
-        attention = split_attention(config, rope=rope_of(config.layer_types[index]), normalised_keys=normalised_keys)
+        attention = split_attention(
+            config,
+            rope=rope_of(config.layer_types[index]),
+            normalised_keys=normalised_keys,
+            softcap=config.attn_logit_softcapping is not None,
+        )
         norms = (
             Norm(path="input_layernorm", readers=attention.inputs, kind="rms-plus-one"),
             Norm(path="pre_feedforward_layernorm", readers=mlp.inputs, kind="rms-plus-one"),
@@ -341,6 +346,19 @@ def gpt_neox(model: PreTrainedModel) -> Architecture:
     )
 
 
+def starcoder2(model: PreTrainedModel) -> Architecture:
+    """StarCoder2: Llama's attention and names with biases everywhere, LayerNorm before each part, no gate."""
+    config = model.config
+    attention = split_attention(config)
+    mlp = Mlp(inputs=("mlp.c_fc",), down="mlp.c_proj", width=config.intermediate_size)
+    norms = pre_norms(attention, mlp.inputs, kind="layer")
+    return decoder_of(
+        model,
+        lambda index: Block(path=f"model.layers.{index}", norms=norms, attention=attention, mlps=(mlp,)),
+        kind="layer",
+    )
+
+
 FAMILIES: dict[str, Callable[[PreTrainedModel], Architecture]] = {
     "cohere": cohere,
     "gemma": gemma,
@@ -353,6 +371,7 @@ FAMILIES: dict[str, Callable[[PreTrainedModel], Architecture]] = {
     "mistral": llama,
     "mixtral": mixtral,
     "olmo2": olmo2,
+    "olmo3": olmo2,
     "opt": opt,
     "phi3": phi3,
     "qwen2": llama,
@@ -360,4 +379,5 @@ FAMILIES: dict[str, Callable[[PreTrainedModel], Architecture]] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen_moe,
     "smollm3": smollm3,
+    "starcoder2": starcoder2,
 }

@@ -64,7 +64,7 @@ class Attention:
     """Self-attention: the module, its projections and its head layout (widths in channels).
 
     `rope` is `None` where keys carry no position, `normalised_keys` says that keys are normalised after their
-    projection, `sinks` that a query's weights sum to less than one.
+    projection, `sinks` that a query's weights sum to less than one, `softcap` that scores are bounded before softmax.
     """
 
     path: str
@@ -78,6 +78,7 @@ class Attention:
     rope: Rope | None
     normalised_keys: bool = False
     sinks: bool = False
+    softcap: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from rotaquant.checkpoint.gguf import gguf_config, gguf_tensors
 from rotaquant.checkpoint.places import Places
 from rotaquant.errors import RotaquantError
 from rotaquant.integrations.headers import read_headers
+from rotaquant.runtime.attention import keep_softcap
 from rotaquant.runtime.experts import unstack_experts
 
 _INDEX = "model.safetensors.index.json"
@@ -69,11 +70,12 @@ class Source:
         config = copy.deepcopy(self.config)
         set_tied(config, False)
         with torch.device("meta"), quiet_transformers(), naming_the_config(self.name):
-            # The model's own default: some families' scores are more than SDPA can compute.
+            # The model's own default: attention sinks are more than SDPA can compute.
             model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=None)
         model.eval()
         compute_buffers(model, device)
         architecture = describe(model)
+        keep_softcap(model, architecture)
         unstack_experts(model, architecture)
         return model, architecture
 

@@ -83,6 +83,7 @@ def install_attention(model: PreTrainedModel, architecture: Architecture, layout
     """Let the model attend over, and by default create, quantized caches; a float recipe leaves it as it is."""
     recipe, rotation = layout.recipe, layout.rotation
     if recipe.keys is None and recipe.values is None and rotation.query_key is None:
+        keep_softcap(model, architecture)
         return
     codecs = [
         attach_codec(model, model.get_submodule(block.path), block, layout, recipe.keys, recipe.values)
@@ -113,6 +114,15 @@ def attach_codec(
             attention.register_forward_pre_hook(codec.positions, with_kwargs=True)
     attention.kv_codec = codec
     return codec
+
+
+def keep_softcap(model: PreTrainedModel, architecture: Architecture) -> None:
+    """Let a float model with softcapped scores attend eagerly: SDPA drops the cap in silence.
+
+    Not every version of transformers that we support forbids SDPA to such models.
+    """
+    if model.config._attn_implementation == "sdpa" and any(block.attention.softcap for block in architecture.blocks):
+        model.set_attn_implementation("eager")
 
 
 @contextmanager

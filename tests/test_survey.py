@@ -83,6 +83,18 @@ def test_a_model_on_the_hub_is_described_by_its_config_alone(folder: Path, hub: 
     assert {**vars(found), "model": ""} == {**vars(local), "model": ""}
 
 
+def test_what_an_untied_head_costs_is_said_where_it_is_much(tmp_path: Path) -> None:
+    untied = survey(tiny_model("gemma"))
+    (note,) = untied.notes
+    kept = survey(tiny_model("gemma"), PRESETS["w4a4kv4"].model_copy(update={"tied_embeddings": "keep"}))
+    assert kept.notes == ()
+    saved = untied.expected_bytes - kept.expected_bytes
+    assert note.startswith(f"the head's own weight is {saved / untied.expected_bytes:.0%} of what is written")
+    report = rotaquant.quantize(tiny_model("gemma"), "w4a4kv4-rtn", output=tmp_path / "out")
+    assert report.notes == (note,)
+    assert survey(tiny_model("llama")).notes == ()
+
+
 def test_a_config_without_a_dtype_is_said_to_have_none(hub: Hub, folder: Path, tmp_path: Path) -> None:
     edit_config(hub.folder, dtype=None)
     found = survey("some/model")

@@ -37,7 +37,7 @@ from rotaquant.errors import RotaquantError
 from rotaquant.integrations.transformers import RotaquantConfig, register
 from rotaquant.invariance_gate import require_invariance
 from rotaquant.memory import peak_process_bytes
-from rotaquant.preflight import require_resources
+from rotaquant.preflight import note_of_untied_head, require_resources
 from rotaquant.recipe import Recipe, resolve_recipe
 from rotaquant.rotation.fuse import fuse_ends
 from rotaquant.rotation.plan import plan_rotations
@@ -135,12 +135,13 @@ def quantize(
     for note in before:
         step(Step("reading", 0, len(architecture.blocks), note=note))
     require_resources(skeleton, architecture, layout, sequences, target, folder)
+    of_head = note_of_untied_head(skeleton, architecture, layout, tied=is_tied(source.config))
     require_invariance(source, layout, target, lambda index: step(Step("checking", index, len(architecture.blocks))))
     fingerprint = _fingerprint(source, skeleton, layout, sequences)
     partial = PartialFolder(folder, len(architecture.blocks) + 2, fingerprint)
     run = _Run(source, skeleton, architecture, layout, target, step, partial)
     _quantize_blocks(run, sequences)
-    notes = (*before, *(note for record in run.records for note in record.notes))
+    notes = (*before, *(note for record in run.records for note in record.notes), *((of_head,) if of_head else ()))
     partial.finish(lambda path: _write_rest(run, path, tokenizer, notes, original))
     return QuantizationReport(
         output=folder,

@@ -48,6 +48,21 @@ def expected_output_bytes(skeleton: PreTrainedModel, architecture: Architecture,
     return sum(sizes.values())
 
 
+def note_of_untied_head(
+    skeleton: PreTrainedModel, architecture: Architecture, layout: ModelLayout, *, tied: bool
+) -> str | None:
+    """What the head's own weight costs a model whose head was `tied`, where that is a quarter of the output or more."""
+    head = skeleton.get_submodule(architecture.head).weight
+    assert isinstance(head, Tensor)
+    own, total = head.numel() * head.element_size(), expected_output_bytes(skeleton, architecture, layout)
+    if not tied or layout.keeps_tied or 4 * own < total:
+        return None
+    return (
+        f"the head's own weight is {own / total:.0%} of what is written: "
+        "`tied_embeddings: keep` in a recipe shares the embedding's"
+    )
+
+
 def weight_bytes(skeleton: PreTrainedModel, block: Block, path: str, layout: ModelLayout) -> tuple[int, int]:
     """Bytes of a linear's weight or codes, and of their scales."""
     weight = skeleton.get_submodule(f"{block.path}.{path}").weight

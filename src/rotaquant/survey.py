@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rotaquant.architectures import Architecture
 from rotaquant.checkpoint.configs import is_tied, require_tied_if_kept
 from rotaquant.checkpoint.sources import Source, open_source
-from rotaquant.preflight import expected_output_bytes, weight_bytes
+from rotaquant.preflight import expected_output_bytes, note_of_untied_head, weight_bytes
 from rotaquant.recipe import Recipe, resolve_recipe
 from rotaquant.rotation.fuse import has_separable_value_bias
 from rotaquant.rotation.plan import RotationPlan, plan_rotations
@@ -116,7 +116,7 @@ def survey(
         skipped=tuple(path for path in paths if layout.skips(path)),
         bits_per_weight=(packed + scales) * 8 / weights if weights else None,
         expected_bytes=expected_output_bytes(skeleton, architecture, layout),
-        notes=_notes(source, layout),
+        notes=_notes(source, layout, note_of_untied_head(skeleton, architecture, layout, tied=tied)),
     )
 
 
@@ -178,8 +178,8 @@ def _place(apart: list[bool]) -> BiasPlace:
     return "mixed" if any(apart) else "inside"
 
 
-def _notes(source: Source, layout: ModelLayout) -> tuple[str, ...]:
-    notes = []
+def _notes(source: Source, layout: ModelLayout, of_head: str | None) -> tuple[str, ...]:
+    notes = [] if of_head is None else [of_head]
     if not source.files and not isinstance(source.config.dtype, torch.dtype):
         notes.append("the config names no dtype: sizes are those in float32")
     if layout.recipe.rotations.head_mix and layout.rotation.head_mix is None:

@@ -214,6 +214,14 @@ class TestContract:
         assert isinstance(cache, QuantizedStaticCache)
         assert cache.layers[0].keys.dtype == torch.uint8
 
+    def test_a_static_cache_gives_the_same_logits(self, quantized: ModelOf, name: str) -> None:
+        """Longer than the text from the start: no query may see the slots that nothing was written to."""
+        model, ids = quantized(name), tokens(2, 20)
+        expected = model(input_ids=ids, use_cache=False).logits
+        cache = {cache_name(model): StaticCache(config=model.config, max_cache_len=40)}
+        parts = [model(input_ids=part, **cache).logits for part in ids.split((7, 12, 1), dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-9, atol=1e-9)
+
 
 @pytest.mark.parametrize("name", [name for name, fields in CONFIGS.items() if fields.get("tie_word_embeddings")])
 class TestTiedEmbeddings:

@@ -286,3 +286,9 @@ def test_a_quantized_model_on_the_hub(hub: Hub) -> None:
     edit_config(hub.folder, quantization_config={"quant_method": "awq"})
     with pytest.raises(RotaquantError, match=r"^some/model is already quantized \(awq\)"):
         survey("some/model")
+
+
+def test_a_folder_with_a_config_alone_is_described(tmp_path: Path) -> None:
+    tiny_model("gpt-oss").config.save_pretrained(tmp_path)
+    found = survey(tmp_path)
+    assert found.parameters == sizes(tiny_model("gpt-oss")) and found.experts > 0

@@ -18,7 +18,6 @@ from rotaquant.architectures import Architecture, Block
 from rotaquant.calibration import BlockArguments, BlockRecord, quantize_block, record_block_inputs, run_block
 from rotaquant.checkpoint.card import model_card
 from rotaquant.checkpoint.configs import (
-    is_tied,
     require_positions,
     require_tied_if_kept,
     require_vocabulary,
@@ -122,7 +121,7 @@ def quantize(
     skeleton, architecture = source.skeleton(target)
     original = _original_bytes(source, skeleton, architecture)
     require_applicable(architecture, chosen)
-    require_tied_if_kept(source.config, chosen, source.name)
+    require_tied_if_kept(source.tied, chosen, source.name)
     layout = ModelLayout(
         recipe=chosen,
         rotation=plan_rotations(architecture, chosen, seed),
@@ -135,7 +134,7 @@ def quantize(
     for note in before:
         step(Step("reading", 0, len(architecture.blocks), note=note))
     require_resources(skeleton, architecture, layout, sequences, target, folder)
-    of_head = note_of_untied_head(skeleton, architecture, layout, tied=is_tied(source.config))
+    of_head = note_of_untied_head(skeleton, architecture, layout, tied=source.tied)
     require_invariance(source, layout, target, lambda index: step(Step("checking", index, len(architecture.blocks))))
     fingerprint = _fingerprint(source, skeleton, layout, sequences)
     partial = PartialFolder(folder, len(architecture.blocks) + 2, fingerprint)
@@ -310,7 +309,7 @@ def _fingerprint(
 
 def _original_bytes(source: Source, skeleton: PreTrainedModel, architecture: Architecture) -> int:
     sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
-    if is_tied(source.config):
+    if source.tied:
         del sizes[f"{architecture.head}.weight"]  # the skeleton's head is untied
     return sum(sizes.values()) * source.dtype.itemsize
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rotaquant.architectures import Architecture
-from rotaquant.checkpoint.configs import is_tied, require_tied_if_kept
+from rotaquant.checkpoint.configs import require_tied_if_kept
 from rotaquant.checkpoint.sources import Source, open_source
 from rotaquant.preflight import expected_output_bytes, note_of_untied_head, weight_bytes
 from rotaquant.recipe import Recipe, resolve_recipe
@@ -82,8 +82,8 @@ def survey(
     source = open_source(model, text_only=text_only, weights=False)
     skeleton, architecture = source.skeleton()
     require_applicable(architecture, chosen)
-    tied = is_tied(source.config)
-    require_tied_if_kept(source.config, chosen, source.name)
+    tied = source.tied
+    require_tied_if_kept(tied, chosen, source.name)
     dtype = str(source.dtype).removeprefix("torch.")
     layout = ModelLayout(recipe=chosen, rotation=plan_rotations(architecture, chosen, seed=0), scale_dtype=dtype)
     attention = architecture.attention

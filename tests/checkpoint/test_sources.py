@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import rotaquant
 from rotaquant import RotaquantError
 from rotaquant.checkpoint import open_source
-from tests.tiny_models import CONFIGS, save_tiny, tiny_model
+from rotaquant.recipe import Recipe
+from rotaquant.survey import survey
+from tests.tiny_models import CONFIGS, save_tiny, tiny_model, tokens
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -42,6 +46,49 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     skeleton, _ = source.skeleton()
     assert skeleton.config.tie_word_embeddings is False
     assert skeleton.lm_head.weight is not skeleton.model.embed_tokens.weight
+
+
+def resave(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Store a folder's tensors by other names, or other tensors."""
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file({key: value.clone() for key, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+class TestTied:
+    """A config may call tied what the checkpoint stores twice: then what is stored decides, as in transformers."""
+
+    def test_two_weights_that_differ_are_not_tied(self, tmp_path: Path) -> None:
+        source = save_tiny(tmp_path / "float", "llama-tied")
+        resave(source, lambda tensors: {**tensors, "lm_head.weight": 2 * tensors["model.embed_tokens.weight"]})
+        assert not open_source(source).tied and not survey(source).tied_embeddings
+        with pytest.raises(RotaquantError, match="float has a head of its own, so there is nothing to keep tied"):
+            rotaquant.quantize(source, Recipe(tied_embeddings="keep"), output=tmp_path / "kept")
+        with torch.no_grad():
+            rotaquant.quantize(source, Recipe(), output=tmp_path / "out")
+            expected = AutoModelForCausalLM.from_pretrained(source)(input_ids=tokens(1, 8)).logits
+            found = rotaquant.load(tmp_path / "out")(input_ids=tokens(1, 8)).logits
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+    def test_two_equal_weights_are_tied(self, tmp_path: Path) -> None:
+        source = save_tiny(tmp_path / "float", "llama-tied")
+        resave(source, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+        assert open_source(source).tied
+
+    def test_the_head_alone_may_be_stored(self, tmp_path: Path) -> None:
+        source = save_tiny(tmp_path / "float", "llama-tied")
+        embedding = open_source(source).read("model.embed_tokens.weight")
+        resave(source, lambda tensors: {**tensors, "lm_head.weight": tensors.pop("model.embed_tokens.weight")})
+        opened = open_source(source)
+        assert opened.tied and torch.equal(opened.read("model.embed_tokens.weight"), embedding)
+        assert torch.equal(opened.read("lm_head.weight"), embedding)
+
+
+def test_a_model_saved_without_its_head_has_names_without_the_prefix(tmp_path: Path) -> None:
+    source, model = save_tiny(tmp_path / "float", "llama-tied"), tiny_model("llama-tied")
+    resave(source, lambda tensors: {key.removeprefix("model."): value for key, value in tensors.items()})
+    opened = open_source(source)
+    assert all(torch.equal(opened.read(name), tensor) for name, tensor in model.state_dict().items())
+    assert opened.unread(opened.skeleton()[0]) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -90,6 +137,10 @@ class TestRefusals:
         fields = {"model_type": "llama-but-different"}
         (tmp_path / "config.json").write_text(json.dumps(fields))
         self.refused(tmp_path, "'llama-but-different' is not supported")
+
+    def test_a_text_config_that_is_no_mapping(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "foo", "text_config": "x"}))
+        self.refused(tmp_path, "'foo' is not supported")
 
     def test_a_config_that_is_not_json(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import rotaquant
 from rotaquant.checkpoint import open_float_model
 from rotaquant.recipe import Recipe
 from rotaquant.survey import survey
-from tests.tiny_models import save_tiny, small_fields, tiny_tokenizer, tokens
+from tests.tiny_models import save_tiny, small_fields, tiny_model, tiny_tokenizer, tokens
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGLIP = {**VISION, "model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8}
@@ -111,3 +112,25 @@ def test_an_unsupported_text_part_is_named(tmp_path: Path) -> None:
 
 def test_the_choice_changes_nothing_for_a_text_model(tmp_path: Path) -> None:
     assert survey(save_tiny(tmp_path / "float"), text_only=True) == survey(tmp_path / "float")
+
+
+@pytest.mark.parametrize(("kind", "text"), [("qwen2_audio", "qwen2"), ("voxtral", "llama"), ("blip-2", "opt")])
+def test_a_whole_config_that_says_nothing_of_tied_embeddings(kind: str, text: str, tmp_path: Path) -> None:
+    fields = {**small_fields(text), "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": fields}))
+    found = survey(tmp_path, text_only=True)
+    assert found.model_type == text and not found.tied_embeddings
+
+
+@torch.no_grad()
+def test_the_text_part_may_be_called_text_model(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "float", "llama")
+    config = {"model_type": "idefics3", "text_config": json.loads((tmp_path / "float" / "config.json").read_text())}
+    (tmp_path / "float" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(tmp_path / "float" / "model.safetensors")
+    renamed = {name.replace("model.", "model.text_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+    rotaquant.quantize(tmp_path / "float", Recipe(), output=tmp_path / "out", text_only=True)
+    ids = tokens(2, 12)
+    found = rotaquant.load(tmp_path / "out")(input_ids=ids).logits
+    torch.testing.assert_close(found, tiny_model("llama")(input_ids=ids).logits, rtol=1e-4, atol=1e-4)

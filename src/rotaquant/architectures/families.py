@@ -40,9 +40,12 @@ def split_attention(config: Any, *, o: str = "o_proj", path: str = "self_attn", 
         v=Rows(f"{path}.v_proj"),
         o=f"{path}.{o}",
         heads=config.num_attention_heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=head_dim(config),
-        **{"rope": rope(config), **fields},
+        **{
+            "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            "head_dim": head_dim(config),
+            "rope": rope(config),
+            **fields,
+        },
     )
 
 
@@ -114,7 +117,8 @@ def smollm3(model: PreTrainedModel) -> Architecture:
     architecture = llama(model)
     blocks = tuple(
         block if rotary else replace(block, attention=replace(block.attention, rope=None))
-        for block, rotary in zip(architecture.blocks, model.config.no_rope_layers, strict=True)
+        # The list may go on beyond the layers, and what it holds there means nothing.
+        for block, rotary in zip(architecture.blocks, model.config.no_rope_layers, strict=False)
     )
     return replace(architecture, blocks=blocks)
 
@@ -280,7 +284,8 @@ def opt(model: PreTrainedModel) -> Architecture:
         )
     if config._remove_final_layer_norm or not config.layer_norm_elementwise_affine:
         raise RotaquantError("this OPT model has no final norm, or norms without gain: that layout is not supported")
-    attention = split_attention(config, o="out_proj", rope=None)
+    width = config.hidden_size // config.num_attention_heads  # as OPT reckons, whatever else the config may name
+    attention = split_attention(config, o="out_proj", rope=None, head_dim=width, kv_heads=config.num_attention_heads)
     mlp = Mlp(inputs=("fc1",), down="fc2", width=config.ffn_dim)
     norms = (
         Norm(path="self_attn_layer_norm", readers=attention.inputs, kind="layer"),

@@ -30,12 +30,13 @@ def read_config(path: Path, *, text_only: bool = False) -> Any:
     if not (path / "config.json").is_file():
         raise RotaquantError(f"{path} holds no config.json: it is no (finished) model folder")
     fields = read_json(path / "config.json")
-    model_type, text_type = str(fields.get("model_type")), (fields.get("text_config") or {}).get("model_type")
+    text, model_type = fields.get("text_config"), str(fields.get("model_type"))
+    text_type = text.get("model_type") if isinstance(text, dict) else None
     if not (text_only and text_type):
         require_supported(model_type, text_type)
     with naming_the_config(str(path)):
         config = AutoConfig.from_pretrained(path)
-    return text_config(config) if text_only else config
+        return text_config(config) if text_only else config
 
 
 def text_config(config: Any) -> Any:
@@ -43,7 +44,8 @@ def text_config(config: Any) -> Any:
     text = config.get_text_config()
     require_supported(text.model_type)
     if text is not config:
-        text.tie_word_embeddings = config.tie_word_embeddings
+        # Where the whole config does not say, the text part's own word holds.
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", True))
         text.dtype = text.dtype or config.dtype
         refuse_quantized(config, config.model_type)
     return text
@@ -121,9 +123,9 @@ def is_tied(config: Any) -> bool:
     return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
-def require_tied_if_kept(config: Any, recipe: Recipe, name: str) -> None:
+def require_tied_if_kept(tied: bool, recipe: Recipe, name: str) -> None:
     """Raise `RotaquantError` when a recipe keeps embeddings tied that are not."""
-    if recipe.tied_embeddings == "keep" and not is_tied(config):
+    if recipe.tied_embeddings == "keep" and not tied:
         raise RotaquantError(
             f"tied_embeddings: {name} has a head of its own, so there is nothing to keep tied; leave the field out of "
             "the recipe"

@@ -16,6 +16,7 @@ _EXPERT_TENSOR = re.compile(r"(?P<path>.+)\.(?P<part>gate_up|down)\.(?P<index>\d
 _TEXT_PARTS = (
     (r"^(model\.)?language_model\.lm_head\.", "lm_head."),
     (r"^(model\.)?language_model\.(model\.)?", "model."),
+    (r"^model\.text_model\.", "model."),
 )
 
 
@@ -43,7 +44,10 @@ class Places:
             for pattern, replacement in (*_TEXT_PARTS, *architecture.renamed):
                 called = re.sub(pattern, replacement, called)
             self._stored.setdefault(called, name)
-        self._tied = {f"{architecture.head}.weight": f"{architecture.embedding}.weight"} if tied else {}
+            # A model that was saved without its head.
+            self._stored.setdefault(f"{model.base_model_prefix}.{called}", name)
+        self._ends = (f"{architecture.head}.weight", f"{architecture.embedding}.weight")
+        self._tied = dict((self._ends, self._ends[::-1])) if tied else {}
         self._experts: dict[str, tuple[Experts, bool]] = {}
         for block in architecture.blocks:
             if block.experts is not None:
@@ -57,6 +61,10 @@ class Places:
             if all(part in self._stored for part in place.names):
                 return Place(tuple(self._stored[part] for part in place.names), place.entry, place.transposed)
         return None
+
+    def stored_ends(self) -> list[str]:
+        """What head and embedding are stored as: two names, or one where one weight serves as both."""
+        return [self._stored[name] for name in self._ends if name in self._stored]
 
     def absent(self, name: str) -> str:
         """The stored tensor for want of which `name` is not found."""

@@ -83,6 +83,14 @@ class Source:
     def _places(self) -> Places:
         return Places(self.names, *self.skeleton(), tied=is_tied(self.config))
 
+    @cached_property
+    def tied(self) -> bool:
+        """Whether head and embedding are one weight: where the config says so, and no two that differ are stored."""
+        if not is_tied(self.config):
+            return False
+        ends = self._places.stored_ends()
+        return len(ends) < 2 or torch.equal(*(self.load(name, None) for name in ends))
+
     def read(self, name: str) -> Tensor:
         """The tensor that the skeleton calls `name`; raises `RotaquantError` naming a tensor that is not there."""
         place = self._places.find(name)
@@ -142,18 +150,19 @@ def compute_buffers(model: PreTrainedModel, device: str | torch.device) -> None:
 def open_source(model: str | Path | PreTrainedModel, *, text_only: bool = False, weights: bool = True) -> Source:
     """A lazily read source for a hub id, a folder, a .gguf file or a model in memory.
 
-    With `text_only` only the text part of a model that has others; without `weights` a hub id's config alone is
-    fetched. Raises `RotaquantError` for what is missing, empty, unsupported or already quantized.
+    With `text_only` only the text part of a model that has others; without `weights` the config alone will do, and of
+    a hub id no more is fetched. Raises `RotaquantError` for what is missing, empty, unsupported or already quantized.
     """
     if isinstance(model, PreTrainedModel):
         return _in_memory(model, text_only)
     path = Path(model)
     if path.suffix == ".gguf":
         return _from_gguf(path)
-    if path.exists():
-        return _from_folder(path, str(model), text_only)
-    folder = _download(str(model), weights)
-    return _from_folder(folder, str(model), text_only) if weights else _without_weights(folder, str(model), text_only)
+    local = path.exists()
+    folder = path if local else _download(str(model), weights)
+    if weights or local and any((folder / file).is_file() for file in (_INDEX, _SINGLE)):
+        return _from_folder(folder, str(model), text_only)
+    return _without_weights(folder, str(model), text_only)
 
 
 def _without_weights(path: Path, name: str, text_only: bool) -> Source:
@@ -161,7 +170,7 @@ def _without_weights(path: Path, name: str, text_only: bool) -> Source:
     refuse_quantized(config, name)
 
     def load(tensor: str, _: int | None = None) -> Tensor:
-        raise RotaquantError(f"tensor {tensor} of {name} was not fetched")
+        raise RotaquantError(f"tensor {tensor} of {name} is not at hand")
 
     return Source(name, config, config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32, load, path)
 

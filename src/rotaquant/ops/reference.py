@@ -165,9 +165,8 @@ def attention(
 ) -> Tensor:
     """Softmax attention: `[batch, heads, m, d]` over `[batch, kv_heads, n, d]` -> `[batch, heads, m, d]`.
 
-    `mask` is boolean (true: attend) or added to the scores; without one, m queries that are also the last m keys see
-    what comes before them. `softcap` bounds scores by cap·tanh(score/cap); `sinks` `[heads]` are scores of a key
-    without value. Computed in `compute_dtype`.
+    `mask` is boolean (true: attend) or added to the scores; without one every query sees every key. `softcap` bounds
+    scores by cap·tanh(score/cap); `sinks` `[heads]` are scores of a key without value. Computed in `compute_dtype`.
     """
     compute = compute_dtype(query.dtype)
     heads, length = query.shape[1], keys.shape[2]
@@ -175,12 +174,9 @@ def attention(
     scores = query.to(compute) @ keys.mT * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        causal = torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device)
-        mask = causal.tril(length - query.shape[2])
-    if mask.dtype == torch.bool:
+    if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(compute).min)
-    else:
+    elif mask is not None:
         scores = scores + mask.to(compute)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(compute).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)

@@ -70,7 +70,14 @@ def _attend(
         output: Tensor = sdpa_attention_forward(module, query, *stored, mask, **kwargs)[0]
         return output
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    if mask is None and query.shape[2] > 1 and _is_causal(module, **kwargs):
+        # No mask means the first tokens of an empty cache, of which a static one has slots beyond them.
+        mask = torch.ones(query.shape[2], stored[0].shape[2], dtype=torch.bool, device=query.device).tril()
     return reference.attention(query, *stored, mask, scaling=scaling, softcap=softcap, sinks=sinks).transpose(1, 2)
+
+
+def _is_causal(module: nn.Module, *, is_causal: bool | None = None, **_: Any) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def register_attention() -> None:

@@ -269,16 +269,35 @@ def test_a_starved_experts_clips_are_searched_where_there_are_rows() -> None:
 @pytest.mark.parametrize(
     ("recipe", "then"),
     [
-        ("w4a4kv4", ", their down rounded to nearest"),
-        ("w4a4kv4-tuned", ", their down rounded to nearest; expert 3 saw none: clip ratio 0.9 before down"),
+        ("w4a4kv4", "; their down rounded to nearest"),
+        ("w4a4kv4-tuned", "; their down rounded to nearest; expert 3 saw none: clip ratio 0.9 before down"),
     ],
 )
 def test_a_block_has_one_note_about_starved_experts(recipe: str, then: str) -> None:
     record = prepare("mixtral", recipe, starved=True).quantize()
     assert record.notes == [
         f"model.layers.1: experts 2, 3 saw fewer than {FEWEST} of {TOTAL} tokens: "
-        f"their gate/up were calibrated on all tokens{then}"
+        f"their gate/up calibrated on all tokens{then}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("skip", "note"),
+    [
+        (["*.gate_up.*"], "experts 2, 3 saw fewer than {} of {} tokens: their down rounded to nearest"),
+        (["*.down.*"], "experts 2, 3 saw fewer than {} of {} tokens: their gate/up calibrated on all tokens"),
+        (
+            ["*.gate_up.2", "*.down.3"],
+            "experts 2, 3 saw fewer than {} of {} tokens: gate/up of expert 3 calibrated on all tokens; down of "
+            "expert 2 rounded to nearest",
+        ),
+        (["*.experts.*"], None),
+    ],
+)
+def test_the_note_says_what_was_done_where_parts_are_skipped(skip: list[str], note: str | None) -> None:
+    recipe = PRESETS["w4a4kv4"].model_copy(update={"skip": skip})
+    record = prepare("mixtral", recipe, starved=True).quantize()
+    assert record.notes == ([f"model.layers.1: {note.format(FEWEST, TOTAL)}"] if note else [])
 
 
 def test_experts_that_see_enough_have_no_note() -> None:

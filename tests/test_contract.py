@@ -32,7 +32,7 @@ from tests.tiny_models import CONFIGS, cache_name, tiny_model, tokens
 # Keys have a bias, their own or from a LayerNorm's shift, that depends on the position once RoPE has turned it.
 POSITIONS_STORED = {
     *("llama-biased", "qwen2", "qwen2-tied-sliding", "qwen2-yarn", "qwen2-moe-shared", "smollm3", "granite", "cohere"),
-    *("gpt-oss", "gpt-neox", "gpt-neox-sequential", "starcoder2", "starcoder2-unbiased"),
+    *("gpt-oss", "gpt-neox", "gpt-neox-sequential", "starcoder2", "starcoder2-unbiased", "glm4"),
 }
 FolderOf = Callable[[str, str], Path]
 ModelOf = Callable[[str], PreTrainedModel]

@@ -111,6 +111,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
         },
     },
+    "glm4": {
+        "model_type": "glm4",
+        "head_dim": 32,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "phi3": {
         "model_type": "phi3",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},

@@ -124,7 +124,7 @@ class _Work:
         experts = block.experts.mlps if block.experts is not None else ()
         self._gate_up = {mlp.inputs[0]: index for index, mlp in enumerate(experts)}
         self._down = {mlp.down: index for index, mlp in enumerate(experts)}
-        self._starved: set[int] = set()
+        self._starved: dict[str, set[int]] = {"gate/up": set(), "down": set()}
         self._unsearched: set[int] = set()
 
     def observe(self, sites: list[Site]) -> dict[Site, SiteInputs]:
@@ -152,7 +152,7 @@ class _Work:
         index = self._gate_up.get(path, self._down.get(path))
         if index is None or tokens >= self._needed_tokens():
             return False
-        self._starved.add(index)
+        self._starved["gate/up" if path in self._gate_up else "down"].add(index)
         return True
 
     def _needed_tokens(self) -> int:
@@ -185,19 +185,24 @@ class _Work:
 
     def note_starved_experts(self) -> None:
         """Say in the record, once for the block, which experts saw too little and what was done about it."""
-        if not self._starved or self.calibration is None:
+        starved = self._starved["gate/up"] | self._starved["down"]
+        if not starved or self.calibration is None:
             return
-        total = self.calibration[0].shape[0] * self.calibration[0].shape[1]
-        whose = "their" if len(self._starved) > 1 else "its"
-        note = (
-            f"{self.block.path}: {_experts(self._starved)} saw fewer than {self._needed_tokens()} of {total} tokens: "
-            f"{whose} gate/up were calibrated on all tokens"
-        )
+        done = [("gate/up", "calibrated on all tokens")]
         if self.layout.recipe.gptq is not None:
-            note += f", {whose} down rounded to nearest"
+            done.append(("down", "rounded to nearest"))
+        remedies = []
+        for part, what in done:
+            if self._starved[part] == starved:
+                remedies.append(f"{'their' if len(starved) > 1 else 'its'} {part} {what}")
+            elif self._starved[part]:  # the recipe skips this part of the others
+                remedies.append(f"{part} of {_experts(self._starved[part])} {what}")
         if self._unsearched:
-            note += f"; {_experts(self._unsearched)} saw none: clip ratio {_UNSEARCHED_RATIO} before down"
-        self.record.notes.append(note)
+            remedies.append(f"{_experts(self._unsearched)} saw none: clip ratio {_UNSEARCHED_RATIO} before down")
+        if remedies:
+            total = self.calibration[0].shape[0] * self.calibration[0].shape[1]
+            few = f"{_experts(starved)} saw fewer than {self._needed_tokens()} of {total} tokens"
+            self.record.notes.append(f"{self.block.path}: {few}: {'; '.join(remedies)}")
 
 
 def _experts(indices: set[int]) -> str:

@@ -33,7 +33,7 @@ from rotaquant.checkpoint.sources import (
 from rotaquant.checkpoint.writer import PartialFolder, require_usable_output
 from rotaquant.data import Calibration, calibration_sequences, read_text, tokenize
 from rotaquant.errors import RotaquantError
-from rotaquant.integrations.transformers import RotaquantConfig, register
+from rotaquant.integrations.transformers import FORMAT_VERSION, RotaquantConfig, register
 from rotaquant.invariance_gate import require_invariance
 from rotaquant.memory import peak_process_bytes
 from rotaquant.preflight import note_of_untied_head, require_resources
@@ -323,7 +323,9 @@ def _write_rest(run: _Run, path: Path, tokenizer: Any, notes: tuple[str, ...], o
     set_tied(config, run.layout.keeps_tied)
     config.dtype = run.source.dtype
     config.architectures = [type(run.model).__name__]
-    config.quantization_config = RotaquantConfig(**layout.model_dump(mode="json")).to_dict()
+    config.quantization_config = RotaquantConfig(
+        format_version=FORMAT_VERSION, **layout.model_dump(mode="json")
+    ).to_dict()
     config.save_pretrained(path)
     load_generation_config(run.source).save_pretrained(path)
     if tokenizer is not None:

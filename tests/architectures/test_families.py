@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rotaquant.architectures import describe
+from rotaquant.errors import RotaquantError
 from tests.tiny_models import small_fields
 
 
@@ -23,3 +25,13 @@ def test_a_head_width_that_opt_does_not_read() -> None:
     attention = describe(model).attention
     assert attention.heads == attention.kv_heads
     assert attention.head_dim == model.config.hidden_size // attention.heads
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-dense-first", "gpt-oss"])
+@pytest.mark.parametrize("chosen", [0, 7])
+def test_more_experts_per_token_than_there_are(name: str, chosen: int) -> None:
+    config = AutoConfig.for_model(**{**small_fields(name), "num_experts_per_tok": chosen})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(RotaquantError, match=rf"asks for {chosen} experts per token \(num_experts_per_tok\) of [46]"):
+        describe(model)

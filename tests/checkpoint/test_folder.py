@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import rotaquant
 from rotaquant import RotaquantError
@@ -169,6 +169,23 @@ class TestRefusals:
     def test_an_older_format(self, folder: Path) -> None:
         edit_config(folder, format_version=1)
         self.refused_by_both(folder, "format version 1, .*quantize the model again")
+
+    def test_no_format_version(self, folder: Path) -> None:
+        fields = json.loads((folder / "config.json").read_text())
+        del fields["quantization_config"]["format_version"]
+        (folder / "config.json").write_text(json.dumps(fields))
+        self.refused_by_both(folder, "format_version None is no version; get a good copy")
+
+    def test_a_head_of_its_own_that_the_recipe_calls_tied(self, folder: Path) -> None:
+        """Its embedding is rotated: run with it as the head, the model would talk nonsense."""
+        fields = json.loads((folder / "config.json").read_text())["quantization_config"]["recipe"]
+        edit_config(folder, recipe={**fields, "tied_embeddings": "keep"})
+        self.refused_by_both(folder, r"holds tensors that its config does not explain: lm_head\.weight")
+
+    def test_a_class_without_a_head(self, folder: Path) -> None:
+        for load in (AutoModel, AutoModelForSequenceClassification):
+            with pytest.raises(RotaquantError, match="no head that gives logits .*AutoModelForCausalLM"):
+                load.from_pretrained(folder)
 
     def test_a_damaged_config(self, folder: Path) -> None:
         edit_config(folder, rotation={"seed": 0, "residual": {"size": 64}})

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import rotaquant
 from rotaquant import RotaquantError
 from rotaquant.checkpoint import open_source
 from rotaquant.recipe import Recipe
 from rotaquant.survey import survey
-from tests.tiny_models import CONFIGS, save_tiny, tiny_model, tokens
+from tests.tiny_models import CONFIGS, save_tiny, small_fields, tiny_model, tokens
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -165,6 +166,13 @@ class TestRefusals:
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(RotaquantError, match=r"lacks tensor model\.norm\.weight"):
             open_source(source).read("model.norm.weight")
+
+    @pytest.mark.parametrize("load", [AutoModel, AutoModelForSequenceClassification])
+    def test_a_model_without_a_head(self, load: Any, tmp_path: Path) -> None:
+        with torch.device("meta"):
+            model = load.from_config(AutoConfig.for_model(**small_fields("llama")))
+        with pytest.raises(RotaquantError, match=f"{type(model).__name__} has no head .*AutoModelForCausalLM"):
+            rotaquant.quantize(model, "w4a4kv4-rtn", output=tmp_path / "out")
 
     def test_a_model_quantized_by_others(self, tmp_path: Path) -> None:
         source = save_tiny(tmp_path / "float")

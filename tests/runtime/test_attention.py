@@ -26,14 +26,22 @@ def test_softcapped_scores_are_kept_from_sdpa_which_would_drop_the_cap(name: str
 
 
 @torch.no_grad()
-def test_softcapped_attention_in_both_directions(tmp_path: Path) -> None:
-    """Without a mask a query sees what comes before it, unless the model looks both ways."""
-    config = AutoConfig.for_model(**small_fields("gemma2"), use_bidirectional_attention=True)
+@pytest.mark.parametrize(
+    ("fields", "ahead"), [({}, False), ({"use_bidirectional_attention": True}, False), ({"is_causal": False}, True)]
+)
+def test_softcapped_attention_looks_where_the_stock_one_does(
+    fields: dict[str, bool], ahead: bool, tmp_path: Path
+) -> None:
+    """The stock attention that knows softcaps is the eager one, for which only `is_causal` of the config counts."""
+    config = AutoConfig.for_model(**small_fields("gemma2"), **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    torch.nn.init.normal_(model.model.embed_tokens.weight, generator=torch.Generator().manual_seed(0))
     rotaquant.quantize(model, Recipe(), output=tmp_path / "out")
-    ids = tokens(2, 12)
-    expected, causal = model(input_ids=ids, use_cache=False).logits, tiny_model("gemma2", torch.float64)
-    causal.load_state_dict(model.state_dict())
-    assert not torch.allclose(causal(input_ids=ids, use_cache=False).logits, expected, rtol=1e-3)
-    found = rotaquant.load(tmp_path / "out")(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    loaded = rotaquant.load(tmp_path / "out")
+    for length in (6, 12):  # within the window and beyond it
+        ids = tokens(2, length)
+        changed = torch.cat((ids[:, :-1], (ids[:, -1:] + 1) % 96), dim=1)
+        expected = [model(input_ids=x, use_cache=False).logits for x in (ids, changed)]
+        assert ((expected[1] - expected[0])[:, :-1].abs().max() > 1e-3) == ahead
+        found = [loaded(input_ids=x, use_cache=False).logits for x in (ids, changed)]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

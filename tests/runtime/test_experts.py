@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,53 @@ class TestReading:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(RotaquantError, match=r"experts\.down_proj of .* holds fewer experts than its config"):
             open_source(folder).read(f"{PATH}.down.3.weight")
+
+    @pytest.mark.parametrize("missing", ["gate_up", "down"])
+    @pytest.mark.parametrize("stacked", [True, False])
+    def test_what_is_missing_is_named_as_the_checkpoint_would(
+        self, missing: str, stacked: bool, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "float"
+        _ = stacked_folder(tiny_model("mixtral"), folder) if stacked else save_tiny(folder, "mixtral")
+        tensors = load_file(folder / "model.safetensors")
+        gone = r"1\.(w1|w3)\." if missing == "gate_up" else r"1\.w2\."
+        pattern = rf"layers\.1\..*experts\.({f'{missing}_proj' if stacked else gone})"
+        kept = {name: tensor for name, tensor in tensors.items() if not re.search(pattern, name)}
+        assert len(kept) < len(tensors)
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(RotaquantError, match=rf"lacks tensor model\.{pattern}.*; get an undamaged copy"):
+            open_source(folder).read(f"{PATH}.{missing}.1.weight")
+
+    def test_a_damaged_expert_is_named_as_it_is_stored(self, tmp_path: Path) -> None:
+        def told(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> str:
+            path = folder / "model.safetensors"
+            tensors = load_file(path)
+            save_file({**tensors, name: change(tensors[name]).contiguous()}, path, metadata={"format": "pt"})
+            source = open_source(folder)
+            skeleton, architecture = source.skeleton()
+            block = architecture.blocks[LAYER].path
+            with pytest.raises(RotaquantError) as caught:
+                source.fill(skeleton.get_submodule(block), block, device=torch.device("cpu"), dtype=torch.float64)
+            save_file(tensors, path, metadata={"format": "pt"})
+            return str(caught.value)
+
+        def spoil(tensor: Tensor) -> Tensor:
+            spoilt = tensor.clone()
+            spoilt[2, 0, 0] = float("nan")
+            return spoilt
+
+        stacked = stacked_folder(tiny_model("gpt-oss"), tmp_path / "stacked")
+        name = f"{PATH}.gate_up_proj"
+        assert f"tensor {name} (expert 2) of " in told(stacked, name, spoil)
+        narrow = told(stacked, name, lambda tensor: tensor[:, :60])
+        assert f"tensor {name} (expert 0) of " in narrow
+        assert "has shape [60, 192], the config asks for [64, 192]" in narrow  # as stored, [in, out]
+        apart = save_tiny(tmp_path / "apart", "qwen2-moe-shared")
+        pair = f"{PATH}.3.gate_proj.weight and {PATH}.3.up_proj.weight"
+        assert f"tensor {pair} of " in told(apart, f"{PATH}.3.up_proj.weight", lambda tensor: tensor / 0)
+        unlike = told(apart, f"{PATH}.3.up_proj.weight", lambda tensor: tensor[:, :60])
+        assert f"{pair} of " in unlike
+        assert "do not fit together: [48, 64] torch.float32 and [48, 60] torch.float32" in unlike
 
     @pytest.mark.parametrize("name", ["gpt-neox", "gpt-neox-sequential", "opt"])
     def test_a_head_is_found_by_its_role(self, name: str, tmp_path: Path) -> None:

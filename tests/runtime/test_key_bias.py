@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import rotaquant
 from rotaquant.architectures import Rope, describe
+from rotaquant.errors import RotaquantError
 from rotaquant.recipe import IntFormat, Recipe
+from rotaquant.runtime.cache import QuantizedCache
 from rotaquant.runtime.key_bias import RotaryPositions
 from tests.tiny_models import cache_name, tiny_model, tokens
 
@@ -127,6 +131,7 @@ def test_biases_are_stored_where_the_design_says(tmp_path: Path) -> None:
 def test_rope_of_a_vector_is_the_models(tmp_path: Path) -> None:
     """Against the stock function, for each way to pair channels."""
     from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
+    from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as from_halves
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as half
     from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as half_once
 
@@ -134,10 +139,122 @@ def test_rope_of_a_vector_is_the_models(tmp_path: Path) -> None:
         ("cohere", "interleaved", interleaved),
         ("gpt-neox", "half", half),
         ("gpt-oss", "half-once", half_once),
+        ("glm4", "interleaved-from-halves", from_halves),
     ):
         rotary = tiny_model(name).base_model.rotary_emb
-        x, positions = torch.randn(2, 16), torch.randint(0, 200, (3, 5))
+        width = 32 if name == "glm4" else 16
+        x, positions = torch.randn(2, width), torch.randint(0, 200, (3, 5))
         ours = RotaryPositions(rotary, Rope(module="", style=style)).rotate(x, positions)
-        everywhere = x[None, :, None].expand(3, 2, 5, 16)
+        everywhere = x[None, :, None].expand(3, 2, 5, width)
         theirs = stock(everywhere, everywhere, *rotary(x, positions))[1]
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+# --- caches that wander ------------------------------------------------------------------------------------------
+
+WANDERING = ["qwen2", "gpt-neox", "opt", "llama"]  # positions in the rows, twice; a bias without positions; no bias
+
+
+def made(name: str, folder: Path) -> PreTrainedModel:
+    model = tiny_model(name, torch.float64) if name == "llama" else with_biases(name, 10.0)
+    rotaquant.quantize(model, KV4, output=folder / name)
+    return rotaquant.load(folder / name)
+
+
+def filled(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, **{cache_name(model): cache})
+    return cache
+
+
+@pytest.mark.parametrize("name", WANDERING)
+def test_a_copied_cache_goes_on(name: str, tmp_path: Path) -> None:
+    """One prefix, several continuations: each from a copy of the cache, by forward passes and by `generate`."""
+    model, prefix = made(name, tmp_path), tokens(2, 9)
+    cache = filled(model, prefix)
+    for length, seed in ((9, 5), (1, 6), (4, 7)):
+        suffix = tokens(2, length, seed)
+        whole = torch.cat((prefix, suffix), dim=1)
+        parted = model(input_ids=suffix, **{cache_name(model): copy.deepcopy(cache)}).logits
+        torch.testing.assert_close(parted, model(input_ids=whole).logits[:, 9:], rtol=1e-9, atol=1e-9)
+        settings = {"max_new_tokens": 6, "do_sample": False}
+        continued = model.generate(input_ids=whole, **{cache_name(model): copy.deepcopy(cache)}, **settings)
+        assert torch.equal(continued, model.generate(input_ids=whole, **settings))
+
+
+@pytest.mark.parametrize("name", WANDERING)
+def test_a_cache_goes_on_in_another_load_of_the_model(name: str, tmp_path: Path) -> None:
+    first, ids = made(name, tmp_path), tokens(2, 12)
+    second = rotaquant.load(tmp_path / name)
+    cache = filled(first, ids[:, :7])
+    second(input_ids=tokens(1, 3))  # whatever the second model saw before
+    expected = first(input_ids=ids).logits[:, 7:]
+    found = second(input_ids=ids[:, 7:], **{cache_name(second): cache}).logits
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_cache_of_another_format_is_refused(tmp_path: Path) -> None:
+    first = made("qwen2", tmp_path)
+    other = Recipe(keys=IntFormat(bits=8), values=IntFormat(bits=8))
+    rotaquant.quantize(with_biases("qwen2", 10.0), other, output=tmp_path / "other")
+    cache = filled(rotaquant.load(tmp_path / "other"), tokens(2, 7))
+    with pytest.raises(RotaquantError, match="filled by a model that stores keys and values in another format"):
+        first(input_ids=tokens(2, 1), **{cache_name(first): cache})
+
+
+def test_threads_do_not_mix_their_positions(tmp_path: Path) -> None:
+    """One model serves several threads at once, each with a batch and a length of its own."""
+    model = made("qwen2", tmp_path)
+    batches = [tokens(rows, 12, seed) for seed, rows in enumerate((1, 2, 3, 4))]
+    shifts = [torch.arange(12)[None] + 17 * index for index in range(4)]
+
+    def stepwise(index: int) -> torch.Tensor:
+        ids, positions = batches[index], shifts[index]
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config)
+            steps = [
+                model(
+                    input_ids=ids[:, step : step + 1],
+                    position_ids=positions[:, step : step + 1],
+                    **{cache_name(model): cache},
+                ).logits
+                for step in range(12)
+            ]
+        return torch.cat(steps, dim=1)
+
+    expected = [stepwise(index) for index in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for found, right in zip(pool.map(stepwise, range(4)), expected, strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_a_cache_given_by_position_is_packed(name: str, tmp_path: Path) -> None:
+    model, ids = made(name, tmp_path), tokens(2, 6)
+    cache = DynamicCache(config=model.config)
+    decoder = model.get_decoder()
+    names = list(inspect.signature(decoder.forward).parameters)
+    given = {"input_ids": ids, cache_name(model): cache}
+    hidden = decoder(*(given.get(argument) for argument in names[: names.index(cache_name(model)) + 1]))[0]
+    assert isinstance(cache, QuantizedCache)
+    assert cache.layers[0].keys.dtype == torch.uint8
+    assert torch.equal(hidden, decoder(input_ids=ids)[0])
+
+
+def test_positions_are_taken_once(tmp_path: Path) -> None:
+    """What stores keys outside of an attention call is told so, and not given positions of the last call."""
+    model = made("qwen2", tmp_path)
+    cache = filled(model, tokens(2, 5))
+    states = torch.zeros(2, 2, 5, 16, dtype=torch.float64)
+    with pytest.raises(RotaquantError, match="needs every token's position"):
+        cache.update(states, states, 0)
+
+
+def test_compiled_it_is_the_same_model(tmp_path: Path) -> None:
+    model, ids = made("qwen2", tmp_path), tokens(2, 5)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    cache = DynamicCache(config=model.config)
+    steps = [compiled(input_ids=ids[:, step : step + 1], **{cache_name(model): cache}).logits for step in range(5)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), model(input_ids=ids).logits, rtol=1e-9, atol=1e-9)

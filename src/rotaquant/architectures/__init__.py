@@ -43,8 +43,8 @@ def require_supported(model_type: str, text_model_type: str | None = None) -> No
 def describe(model: PreTrainedModel) -> Architecture:
     """The roles of a model, by its exact `config.model_type`.
 
-    Raises `RotaquantError` for an unknown type, for layers that differ in their head layout, and where a role's module
-    is not there.
+    Raises `RotaquantError` for an unknown type, for layers that differ in their head layout, for fewer experts than a
+    token chooses, and where a role's module is not there.
     """
     require_supported(model.config.model_type)
     if not getattr(model.config, "num_hidden_layers", 0):
@@ -54,6 +54,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     except AttributeError as error:
         raise _unfit(model, str(error)) from error
     _require_uniform_heads(architecture)
+    _require_enough_experts(model.config, architecture)
     _check_paths(model, architecture)
     return architecture
 
@@ -69,6 +70,15 @@ def _require_uniform_heads(architecture: Architecture) -> None:
             for (heads, kv_heads, width), path in layouts.items()
         )
         raise RotaquantError(f"layers with different head layouts are not supported ({shown})")
+
+
+def _require_enough_experts(config: Any, architecture: Architecture) -> None:
+    counts = [block.experts.count for block in architecture.blocks if block.experts is not None]
+    chosen = getattr(config, "num_experts_per_tok", 1)
+    if counts and not 1 <= chosen <= min(counts):
+        raise RotaquantError(
+            f"the config asks for {chosen} experts per token (num_experts_per_tok) of {min(counts)}: mend the config"
+        )
 
 
 def _check_paths(model: PreTrainedModel, architecture: Architecture) -> None:
@@ -91,5 +101,5 @@ def _check_paths(model: PreTrainedModel, architecture: Architecture) -> None:
 def _unfit(model: Any, what: str) -> RotaquantError:
     return RotaquantError(
         f"{type(model).__name__} does not have the layout of its model_type {model.config.model_type!r}: "
-        f"{what} (pass a causal language model)"
+        f"{what} (give a causal language model, of AutoModelForCausalLM)"
     )

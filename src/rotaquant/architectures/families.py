@@ -67,6 +67,8 @@ def decoder_of(
 ) -> Architecture:
     """The whole model around its blocks, in Llama's names unless `fields` say otherwise."""
     head = model.get_output_embeddings()
+    if head is None:
+        raise AttributeError("no head that gives logits")
     names = {
         "decoder": "model",
         "embeddings": ("model.embed_tokens",),
@@ -259,6 +261,20 @@ def _gemma_with_post_norms(
     return decoder_of(model, block, kind="rms-plus-one")
 
 
+def glm4(model: PreTrainedModel) -> Architecture:
+    """GLM-4-0414: norms before and after each part, one gate_up projection, interleaved positions on part of a head."""
+    config = model.config
+    attention = split_attention(config, rope=rope(config, style="interleaved-from-halves"))
+    mlp = Mlp(inputs=("mlp.gate_up_proj",), down="mlp.down_proj", width=config.intermediate_size)
+    norms = pre_norms(attention, mlp.inputs)
+    post_norms = ("post_self_attn_layernorm", "post_mlp_layernorm")
+
+    def block(index: int) -> Block:
+        return Block(path=f"model.layers.{index}", norms=norms, post_norms=post_norms, attention=attention, mlps=(mlp,))
+
+    return decoder_of(model, block)
+
+
 def olmo2(model: PreTrainedModel) -> Architecture:
     """OLMo-2 and OLMo-3: no norm before the parts, one after each; q and k normalised over their full width."""
     attention = split_attention(model.config, normalised_keys=True)
@@ -369,6 +385,7 @@ FAMILIES: dict[str, Callable[[PreTrainedModel], Architecture]] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
+    "glm4": glm4,
     "gpt_neox": gpt_neox,
     "gpt_oss": gpt_oss,
     "granite": llama,

@@ -49,12 +49,13 @@ class Rows:
 class Rope:
     """Rotary positions of keys: `module` gives (cos, sin), "half" pairs channel i with i + n/2, "interleaved" 2i, 2i+1.
 
-    With "half-once" the module gives each angle once, else twice. `static` is false where a token's frequencies depend
+    The module gives each angle once with "half-once", else twice: as the pairs lie or, with "interleaved-from-halves",
+    one half after the other. `static` is false where a token's frequencies depend
     on more than its position (dynamic and longrope scaling).
     """
 
     module: str
-    style: Literal["half", "half-once", "interleaved"] = "half"
+    style: Literal["half", "half-once", "interleaved", "interleaved-from-halves"] = "half"
     layer_type: str | None = None
     static: bool = True
 

@@ -31,6 +31,10 @@ class Place:
     entry: int | None = None
     transposed: bool = False
 
+    def __str__(self) -> str:
+        """The stored names, and which expert of a stack, for messages."""
+        return " and ".join(self.names) + ("" if self.entry is None else f" (expert {self.entry})")
+
 
 class Places:
     """Where a source keeps the tensors of a model: by name, by an older name, tied, or in a stack of experts."""
@@ -82,6 +86,8 @@ class Places:
             path, part, index, kind = match.groups()
             suffix = "_bias" if kind == "bias" else ""
             stack = Place((f"{path}.{part}_proj{suffix}",), int(index), transposed and kind == "weight")
-            apart = experts.stored_gate_up if part == "gate_up" else (experts.stored_down,)
-            candidates = [stack, Place(tuple(f"{path}.{index}.{linear}.{kind}" for linear in apart))]
+            linears = experts.stored_gate_up if part == "gate_up" else (experts.stored_down,)
+            apart = Place(tuple(f"{path}.{index}.{linear}.{kind}" for linear in linears))
+            stacked = any(f"{path}.{kind}_proj" in self._stored for kind in ("gate_up", "down"))
+            candidates = [stack, apart] if stacked else [apart, stack]
         return candidates

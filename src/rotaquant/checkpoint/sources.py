@@ -96,13 +96,16 @@ class Source:
         place = self._places.find(name)
         if place is None:
             absent = self._places.absent(name)
-            raise RotaquantError(f"{self.name} lacks tensor {absent}: the checkpoint is incomplete")
+            raise RotaquantError(f"{self.name} lacks tensor {absent}: it is incomplete; get an undamaged copy")
         try:
             parts = [self.load(part, place.entry) for part in place.names]
         except IndexError as error:
             raise RotaquantError(
                 f"{place.names[0]} of {self.name} holds fewer experts than its config asks for"
             ) from error
+        if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+            shapes = " and ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
+            raise RotaquantError(f"{place} of {self.name} do not fit together: {shapes}; get an undamaged copy")
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         return tensor.T.contiguous() if place.transposed else tensor
 
@@ -116,19 +119,19 @@ class Source:
     def fill(self, module: nn.Module, prefix: str, *, device: torch.device, dtype: torch.dtype) -> None:
         """Give a skeleton module its weights. Raises for a missing, misshapen or non-finite tensor, naming it."""
         for name, parameter in list(module.named_parameters()):
-            full = f"{prefix}.{name}"
-            tensor = self.read(full)
+            tensor = self.read(f"{prefix}.{name}")
+            place = self._places.find(f"{prefix}.{name}")
             if not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise RotaquantError(
-                    f"tensor {full} of {self.name} is stored as {tensor.dtype}: give a model in a floating-point dtype"
+                    f"tensor {place} of {self.name} is stored as {tensor.dtype}: give a model in a floating-point dtype"
                 )
             if tensor.shape != parameter.shape:
-                raise RotaquantError(
-                    f"tensor {full} has shape {list(tensor.shape)}, the config asks for {list(parameter.shape)}"
-                )
+                way = -1 if place is not None and place.transposed else 1
+                found, wanted = list(tensor.shape)[::way], list(parameter.shape)[::way]
+                raise RotaquantError(f"tensor {place} of {self.name} has shape {found}, the config asks for {wanted}")
             # A sum in float64 is finite just when every value is: one pass instead of three.
             if not math.isfinite(tensor.sum(dtype=torch.float64).item()):
-                raise RotaquantError(f"tensor {full} of {self.name} holds NaN or infinity; get an undamaged copy")
+                raise RotaquantError(f"tensor {place} of {self.name} holds NaN or infinity; get an undamaged copy")
             owner = module.get_submodule(name.rpartition(".")[0])
             value = nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True), requires_grad=False)
             setattr(owner, name.rpartition(".")[2], value)
@@ -179,6 +182,11 @@ def _in_memory(model: PreTrainedModel, text_only: bool) -> Source:
     refuse_quantized(model.config, type(model).__name__)
     text = model.config.get_text_config()
     require_supported(text.model_type if text_only else model.config.model_type, text.model_type)
+    if model.get_output_embeddings() is None:
+        raise RotaquantError(
+            f"{type(model).__name__} has no head that gives logits: give a causal language model, of "
+            "AutoModelForCausalLM"
+        )
     config = text_config(copy.deepcopy(model.config)) if text_only else model.config
     tensors = model.state_dict()
 

@@ -49,11 +49,11 @@ def require_matching_tensors(
 ) -> None:
     """Raise `RotaquantError` naming tensors that are missing, unknown, misshapen or of another integer type.
 
-    `not_stored` names tensors of the model that are the same as others, and need not be in the files.
+    `not_stored` names tensors of the model that are the same as others, and must not be in the files.
     """
     expected: dict[str, Any] = dict(model.state_dict())
     found = read_headers(files)
-    for name in not_stored - found.keys():
+    for name in not_stored:
         expected.pop(name, None)
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys())

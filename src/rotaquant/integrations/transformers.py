@@ -14,6 +14,7 @@ from rotaquant.errors import RotaquantError
 from rotaquant.integrations.headers import require_matching_tensors
 from rotaquant.runtime import ModelLayout, install
 from rotaquant.runtime.attention import register_attention
+from rotaquant.runtime.kv_codec import LayerCodec
 from rotaquant.runtime.linear import QuantizedLinear
 
 QUANT_METHOD = "rotaquant"
@@ -23,9 +24,11 @@ FORMAT_VERSION = 2
 class RotaquantConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of a checkpoint: format version, and the fields of `ModelLayout`."""
 
-    def __init__(self, quant_method: str = QUANT_METHOD, format_version: int = FORMAT_VERSION, **fields: Any) -> None:
+    def __init__(self, quant_method: str = QUANT_METHOD, format_version: Any = None, **fields: Any) -> None:
         if not isinstance(format_version, int) or format_version < 1:
-            raise RotaquantError(f"quantization_config is damaged: format_version {format_version!r} is no version")
+            raise RotaquantError(
+                f"quantization_config is damaged: format_version {format_version!r} is no version; get a good copy"
+            )
         if format_version > FORMAT_VERSION:
             raise RotaquantError(
                 f"the checkpoint has format version {format_version}, this rotaquant reads up to {FORMAT_VERSION}: "
@@ -71,9 +74,12 @@ class RotaquantQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        # Matrices are made now, not in the first forward pass: that one may be traced by torch.compile.
         for module in model.modules():
+            codec = getattr(module, "kv_codec", None)
+            if isinstance(codec, LayerCodec) and codec.query_key is not None:
+                codec.prepare(next(iter(module.state_dict().values())).device)
             if isinstance(module, QuantizedLinear):
-                # Now, not in the first forward pass: that one may be traced by torch.compile.
                 module.prepare(module.weight.device)
                 if module.layout.weights and module.weight_shape.tolist() != [module.out_features, module.in_features]:
                     raise RotaquantError(

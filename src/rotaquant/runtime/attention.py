@@ -19,7 +19,7 @@ from rotaquant.errors import RotaquantError
 from rotaquant.ops import reference
 from rotaquant.recipe import IntFormat
 from rotaquant.runtime.cache import PackedRows, adopt, can_adopt
-from rotaquant.runtime.key_bias import PositionRecorder, RotaryPositions
+from rotaquant.runtime.key_bias import RotaryPositions, note_positions
 from rotaquant.runtime.kv_codec import LayerCodec, RowCodec
 from rotaquant.runtime.layout import ModelLayout
 from rotaquant.runtime.structure import key_bias
@@ -70,14 +70,11 @@ def _attend(
         output: Tensor = sdpa_attention_forward(module, query, *stored, mask, **kwargs)[0]
         return output
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    if mask is None and query.shape[2] > 1 and _is_causal(module, **kwargs):
-        # No mask means the first tokens of an empty cache, of which a static one has slots beyond them.
+    if mask is None and query.shape[2] > 1 and kwargs.get("is_causal") is not False:
+        # No mask means the first tokens of an empty cache, of which a static one has slots beyond them. What a module
+        # says of itself (`is_causal`) does not count: eager attention, the only stock one here, goes by the mask alone.
         mask = torch.ones(query.shape[2], stored[0].shape[2], dtype=torch.bool, device=query.device).tril()
     return reference.attention(query, *stored, mask, scaling=scaling, softcap=softcap, sinks=sinks).transpose(1, 2)
-
-
-def _is_causal(module: nn.Module, *, is_causal: bool | None = None, **_: Any) -> bool:
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def register_attention() -> None:
@@ -117,8 +114,8 @@ def attach_codec(
         attention.rotary_positions = None
         if roles.rope is not None:
             attention.rotary_positions = RotaryPositions(model.get_submodule(roles.rope.module), roles.rope)
-            codec.positions = PositionRecorder()
-            attention.register_forward_pre_hook(codec.positions, with_kwargs=True)
+            codec.stores_positions = True
+            attention.register_forward_pre_hook(note_positions, with_kwargs=True)
     attention.kv_codec = codec
     return codec
 
@@ -147,9 +144,9 @@ class _CacheSupply:
     """A forward pre-hook of the decoder: sees to it that the cache in use is a packed one."""
 
     def __init__(self, decoder: nn.Module, codecs: Sequence[LayerCodec]) -> None:
-        parameters = inspect.signature(decoder.forward).parameters
+        self.parameters = tuple(inspect.signature(decoder.forward).parameters)
         # transformers renamed the argument; both names occur within the versions we support.
-        self.name = "cache" if "cache" in parameters else "past_key_values"
+        self.name = "cache" if "cache" in self.parameters else "past_key_values"
         self.codecs = codecs
 
     def __call__(
@@ -160,6 +157,9 @@ class _CacheSupply:
                 f"attention {decoder.config._attn_implementation!r} does not know quantized keys and values: "
                 f"call model.set_attn_implementation({ATTENTION_NAME!r})"
             )
+        if len(args) > self.parameters.index(self.name):
+            kwargs.update(zip(self.parameters, args, strict=False))
+            args = ()
         given = [key for key in ("cache", "past_key_values") if kwargs.get(key) is not None]
         cache = kwargs[given[0]] if given else None
         if cache is None:
@@ -170,12 +170,25 @@ class _CacheSupply:
             kwargs[self.name] = cache
         if can_adopt(cache):
             adopt(cache, self.codecs)
-        elif not isinstance(cache, PackedRows):
+        elif isinstance(cache, PackedRows):
+            self._take_over(cache)
+        else:
             _warn_once(
                 f"{type(cache).__name__} keeps keys and values in float and has them quantized anew at every step: "
                 "right, but slow and large. Pass no cache, or an empty DynamicCache or StaticCache, to pack them."
             )
         return args, kwargs
+
+    def _take_over(self, cache: PackedRows) -> None:
+        """Let a packed cache that was copied, or filled by another load of the model, go on in this model."""
+        if cache.codecs is self.codecs:
+            return
+        if list(cache.codecs) != list(self.codecs):
+            raise RotaquantError(
+                "the cache was filled by a model that stores keys and values in another format: pass no cache, or an "
+                "empty DynamicCache or StaticCache"
+            )
+        cache.codecs = self.codecs
 
 
 _warned: set[str] = set()

@@ -6,6 +6,7 @@ drown the rest of the key. The share of key j in a score is q · RoPE_j(b), whic
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class RotaryPositions:
         cos, sin = self._rotary(x, positions.clamp_min(0), **arguments)
         if self._rope.style == "half-once":
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        elif self._rope.style == "interleaved-from-halves":
+            cos, sin = (part.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for part in (cos, sin))
         cos, sin = cos[:, None], sin[:, None]
         turned, still = x[:, None].split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
         turned = turned * cos + _quarter_turn(turned, self._rope.style) * sin
@@ -36,27 +39,32 @@ class RotaryPositions:
 
 def _quarter_turn(x: Tensor, style: str) -> Tensor:
     """Each pair of channels (a, b) becomes (-b, a)."""
-    if style == "interleaved":
+    if style.startswith("interleaved"):
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
-class PositionRecorder:
-    """A forward pre-hook of an attention module that remembers the positions of the tokens it is called with."""
+class _RunningCall(threading.local):
+    """The attention call that a thread is in. Neither models nor caches hold it: both may be copied or shared."""
 
-    def __init__(self) -> None:
-        self._positions: Tensor | None = None
+    positions: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._positions = kwargs.get("position_ids")
 
-    def of(self, length: int) -> Tensor:
-        """The positions `[batch or 1, length]` of the current call's tokens."""
-        positions = self._positions
-        if positions is None or positions.shape[-1] != length:
-            raise RotaquantError(
-                "the keys of this model are stored without their bias, which needs every token's position: pass no "
-                "cache, or an empty DynamicCache or StaticCache"
-            )
-        return positions
+_running_call = _RunningCall()
+
+
+def note_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of an attention module: notes the positions of the tokens it is called with."""
+    _running_call.positions = kwargs.get("position_ids")
+
+
+def take_positions(batch: int, length: int) -> Tensor:
+    """The positions `[batch or 1, length]` of the running attention call's tokens, which stores them once."""
+    positions, _running_call.positions = _running_call.positions, None
+    if positions is None or positions.shape[-1] != length or positions.shape[0] not in (1, batch):
+        raise RotaquantError(
+            "the keys of this model are stored without their bias, which needs every token's position: pass no "
+            "cache, or an empty DynamicCache or StaticCache"
+        )
+    return positions

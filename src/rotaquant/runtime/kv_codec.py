@@ -14,7 +14,7 @@ from torch import Tensor
 from rotaquant.hadamard import Factorisation, base_matrix
 from rotaquant.ops import packing, reference
 from rotaquant.recipe import IntFormat
-from rotaquant.runtime.key_bias import PositionRecorder
+from rotaquant.runtime.key_bias import take_positions
 
 _ROW_ALIGNMENT = 4
 _POSITION_BYTES = 4
@@ -66,14 +66,14 @@ class RowCodec:
 class LayerCodec:
     """The cache format of one layer: keys are rotated by `query_key` before they are stored, values come rotated.
 
-    With a recorder of `positions` a key's row ends in its token's position (int32): what is left out of keys depends on
-    it, and in the row it follows the token through padding, windows, cropping and reordering.
+    With `stores_positions` a key's row ends in its token's position (int32): what is left out of keys depends on it,
+    and in the row it follows the token through padding, windows, cropping and reordering.
     """
 
     keys: RowCodec
     values: RowCodec
     query_key: Factorisation | None
-    positions: PositionRecorder | None = None
+    stores_positions: bool = False
     _bases: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -93,20 +93,20 @@ class LayerCodec:
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Float keys (after RoPE) and values `[batch, kv_heads, length, head_dim]` -> stored rows."""
         rows = self.keys.encode(self.rotate(keys))
-        if self.positions is not None:
-            positions = self.positions.of(keys.shape[2])
+        if self.stores_positions:
+            positions = take_positions(keys.shape[0], keys.shape[2])
             stamp = positions.to(torch.int32)[:, None, :, None].expand(*keys.shape[:3], 1).contiguous()
             rows = torch.cat((rows, stamp.view(torch.uint8)), dim=-1)
         return rows, self.values.encode(values)
 
     def decode(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Stored rows -> rotated keys and values in `dtype`."""
-        if self.positions is not None:
+        if self.stores_positions:
             keys = keys[..., :-_POSITION_BYTES].contiguous()
         return self.keys.decode(keys, dtype), self.values.decode(values, dtype)
 
     def stored_positions(self, keys: Tensor) -> Tensor:
         """The positions `[batch, length]` that rows of keys hold (the same in every head)."""
-        assert self.positions is not None
+        assert self.stores_positions
         stamp = keys[:, 0, :, -_POSITION_BYTES:].clone(memory_format=torch.contiguous_format)
         return stamp.view(torch.int32).squeeze(-1).long()

@@ -225,7 +225,7 @@ def _from_gguf(path: Path) -> Source:
 
 def _refuse_gguf_experts(path: Path, skeleton: PreTrainedModel, names: set[str]) -> None:
     first = describe(skeleton).blocks[0]
-    # transformers' tables know a GGUF file's stacked experts by no name, and take Mixtral for Llama.
+    # transformers' tables know a GGUF file's stacked experts by no name, and take a sparse model for a dense one.
     if first.experts is not None or f"{first.path}.{first.mlps[0].down}.weight" not in names:
         raise RotaquantError(
             f"{path} holds no feed-forward weights that can be read: experts are not read from GGUF files; "

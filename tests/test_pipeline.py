@@ -360,6 +360,14 @@ class TestBadInput:
         run(source, tmp_path / "once", "w4a4kv4-rtn")
         self.refused(tmp_path / "once", tmp_path / "out", r"already quantized \(rotaquant\); give the float model")
 
+    def test_a_config_that_cannot_be_run(self, tmp_path: Path) -> None:
+        """transformers builds the model, and finds out in its first forward pass."""
+        folder = save_tiny(tmp_path / "float", "glm4")
+        fields = json.loads((folder / "config.json").read_text())
+        fields["rope_parameters"]["partial_rotary_factor"] = 2.0
+        (folder / "config.json").write_text(json.dumps(fields))
+        self.refused(folder, tmp_path / "out", "the config of .* is not one that transformers can use: The size")
+
     def test_not_a_number_in_a_weight(self, tmp_path: Path) -> None:
         model = tiny_model("llama")
         model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rotaquant.architectures import Architecture
 from rotaquant.calibration import record_block_inputs, run_block
+from rotaquant.checkpoint.configs import naming_the_config
 from rotaquant.checkpoint.sources import Source
 from rotaquant.rotation.fuse import centre, fuse_ends, rotate_residual
 from rotaquant.rotation.invariance import exact_arithmetic, require_unchanged
@@ -40,7 +41,8 @@ def require_invariance(
         return rotate_residual(centre(hidden) if architecture.centred else hidden, layout.rotation)
 
     with exact_arithmetic():
-        original, arguments = record_block_inputs(model, architecture, probe)
+        with naming_the_config(source.name):
+            original, arguments = record_block_inputs(model, architecture, probe)
         original_end = [copy.deepcopy(module) for module in _end(model, architecture)]
         fuse_ends(model, architecture, layout.rotation, keep_tied=layout.keeps_tied)
         reshape_ends(model, architecture, layout)
@@ -50,7 +52,8 @@ def require_invariance(
             on_block(index)
             module = model.get_submodule(block.path)
             source.fill(module, block.path, device=device, dtype=torch.float64)
-            original = run_block(module, original, arguments[index])
+            with naming_the_config(source.name):
+                original = run_block(module, original, arguments[index])
             rotate_in_place(module, block, architecture, layout)
             take_key_bias(module, block, layout)
             attach_codec(model, module, block, layout, keys=None, values=None)

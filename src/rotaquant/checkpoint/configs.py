@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -61,10 +62,10 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def naming_the_config(name: str) -> Iterator[None]:
-    """Turn whatever transformers raises over a config into a `RotaquantError` that names the model."""
+    """Turn whatever transformers raises over a config, or over running it, into a `RotaquantError` with its name."""
     try:
         yield
-    except RotaquantError:
+    except (RotaquantError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers checks configs in many places, each with exceptions of its own
         raise RotaquantError(

@@ -298,6 +298,8 @@ class TestReading:
         unlike = told(apart, f"{PATH}.3.up_proj.weight", lambda tensor: tensor[:, :60])
         assert f"{pair} of " in unlike
         assert "do not fit together: [48, 64] torch.float32 and [48, 60] torch.float32" in unlike
+        short = told(apart, f"{PATH}.3.up_proj.weight", lambda tensor: tensor[:44])
+        assert "do not fit together: [48, 64] torch.float32 and [44, 64] torch.float32" in short
 
     @pytest.mark.parametrize("name", ["gpt-neox", "gpt-neox-sequential", "opt"])
     def test_a_head_is_found_by_its_role(self, name: str, tmp_path: Path) -> None:

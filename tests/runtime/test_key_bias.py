@@ -258,3 +258,16 @@ def test_compiled_it_is_the_same_model(tmp_path: Path) -> None:
     cache = DynamicCache(config=model.config)
     steps = [compiled(input_ids=ids[:, step : step + 1], **{cache_name(model): cache}).logits for step in range(5)]
     torch.testing.assert_close(torch.cat(steps, dim=1), model(input_ids=ids).logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt-neox", "gpt-oss", "glm4"])
+def test_positions_below_zero_are_positions_too(name: str, tmp_path: Path) -> None:
+    """Scores depend on differences of positions alone: the stock model's logits are those of any shift."""
+    model, ids = with_biases(name, 10.0), tokens(2, 14)
+    rotaquant.quantize(model, Recipe(keys=IntFormat(bits=8), values=IntFormat(bits=8)), output=tmp_path / "out")
+    loaded = rotaquant.load(tmp_path / "out")
+    positions = torch.arange(14)[None].expand(2, -1)
+    expected = model(input_ids=ids, position_ids=positions - 6, use_cache=False).logits
+    for use_cache in (False, True):
+        found = loaded(input_ids=ids, position_ids=positions - 6, use_cache=use_cache).logits
+        assert (found - expected).norm() / expected.norm() < 0.006

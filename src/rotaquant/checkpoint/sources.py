@@ -103,7 +103,7 @@ class Source:
             raise RotaquantError(
                 f"{place.names[0]} of {self.name} holds fewer experts than its config asks for"
             ) from error
-        if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+        if len({(part.shape, part.dtype) for part in parts}) > 1:
             shapes = " and ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
             raise RotaquantError(f"{place} of {self.name} do not fit together: {shapes}; get an undamaged copy")
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)

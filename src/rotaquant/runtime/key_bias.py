@@ -26,7 +26,7 @@ class RotaryPositions:
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """`[heads, head_dim]` at positions `[batch, length]` -> `[batch, heads, length, head_dim]`."""
         arguments: dict[str, Any] = {"layer_type": self._rope.layer_type} if self._rope.layer_type else {}
-        cos, sin = self._rotary(x, positions.clamp_min(0), **arguments)
+        cos, sin = self._rotary(x, positions, **arguments)
         if self._rope.style == "half-once":
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         elif self._rope.style == "interleaved-from-halves":

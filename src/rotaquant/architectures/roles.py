@@ -50,8 +50,8 @@ class Rope:
     """Rotary positions of keys: `module` gives (cos, sin), "half" pairs channel i with i + n/2, "interleaved" 2i, 2i+1.
 
     The module gives each angle once with "half-once", else twice: as the pairs lie or, with "interleaved-from-halves",
-    one half after the other. `static` is false where a token's frequencies depend
-    on more than its position (dynamic and longrope scaling).
+    one half after the other. `static` is false where a token's frequencies depend on more than its position (dynamic
+    and longrope scaling).
     """
 
     module: str

@@ -20,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests without the marker `gpu` are about the CPU, also on a machine that has a GPU."""
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Read when a kernel is defined: before any test, or torch itself, imports one.
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -63,3 +63,24 @@ def unpack_weight(packed: Tensor, bits: int, columns: int) -> Tensor:
 def packed_words(columns: int, bits: int) -> int:
     """32-bit words that hold a row of `columns` codes."""
     return (columns * bits + 31) // 32
+
+
+def plane_columns(columns: int, planar: bool) -> int:
+    """Columns of one plane of `to_planes`: as many as the words of a packed row of weights have bytes."""
+    return 4 * -(-columns // 8) if planar else 4 * -(-columns // 4)
+
+
+def to_planes(codes: Tensor, planar: bool) -> Tensor:
+    """Activation codes in the order that kernels read: int8 `[m, n]` -> `[m, 2, plane]` or `[m, 1, plane]`.
+
+    Beside 4-bit weights, whose bytes hold two columns, even columns and odd ones are apart; the rest is zeros.
+    """
+    plane = plane_columns(codes.shape[-1], planar)
+    planes = 2 if planar else 1
+    padded = torch.nn.functional.pad(codes, (0, planes * plane - codes.shape[-1]))
+    return padded.unflatten(-1, (plane, planes)).mT.contiguous()
+
+
+def from_planes(codes: Tensor, columns: int) -> Tensor:
+    """Undo `to_planes`: int8 `[m, planes, plane]` -> `[m, columns]`."""
+    return codes.mT.flatten(-2)[..., :columns]

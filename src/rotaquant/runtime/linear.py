@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rotaquant.hadamard import Factorisation, base_matrix
-from rotaquant.ops import packing, reference
+from rotaquant.ops import int4_matmul, int8_matmul, packing, quantize_rows, reference
+from rotaquant.ops.library import triton_missing
 from rotaquant.quantization.weights import QuantizedWeight
 from rotaquant.rotation.plan import HeadMix
 from rotaquant.runtime.layout import LinearLayout
@@ -53,6 +54,7 @@ class QuantizedLinear(nn.Module):
             self.register_buffer("weight_shape", torch.tensor(shape, dtype=torch.int64))
         self.register_buffer("bias", torch.zeros(self.out_features, dtype=dtype) if bias else None)
         self._transform_matrix: Tensor | None = None
+        self._widened: Tensor | None = None
 
     @classmethod
     def empty_like(cls, linear: nn.Linear, layout: LinearLayout, scale_dtype: torch.dtype) -> QuantizedLinear:
@@ -134,6 +136,9 @@ class QuantizedLinear(nn.Module):
         if activations is None:
             return functional.linear(x.to(dtype), self.float_weight(dtype), bias)
         assert isinstance(activations.clip_ratio, float)
+        if weights is not None and self._has_kernel(x, dtype):
+            out = self._product_by_kernel(x.flatten(0, -2), dtype)
+            return out.unflatten(0, x.shape[:-1])
         codes, scale = reference.quantize_rows(x, activations.bits, activations.clip_ratio, activations.group_size)
         if weights is None:
             x = reference.dequantize_groups(codes, scale, dtype)
@@ -148,6 +153,34 @@ class QuantizedLinear(nn.Module):
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.to(dtype).unflatten(0, x.shape[:-1])
+
+    def _has_kernel(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the integer product of this input runs on a kernel; float64 is for checking, on the definition."""
+        if not x.is_cuda or dtype == torch.float64 or x.numel() == 0 or triton_missing() is not None:
+            return False
+        weights, activations = self.layout.weights, self.layout.activations
+        assert weights is not None and activations is not None
+        sizes = {fmt.group_size for fmt in (weights, activations) if fmt.group_size}
+        # Planes of groups lie side by side only where groups are whole words of packed weights.
+        return all(size % 8 == 0 for size in sizes) and self.in_features <= 65536
+
+    def _product_by_kernel(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        weights, activations = self.layout.weights, self.layout.activations
+        assert weights is not None and activations is not None and isinstance(activations.clip_ratio, float)
+        planar = weights.bits <= 4
+        codes, scale = quantize_rows(x, activations.bits, activations.clip_ratio, activations.group_size, planar)
+        matmul = int4_matmul if planar else int8_matmul
+        return matmul(codes, scale, self._packed_for_kernel(), self.weight_scale, self.bias, dtype)
+
+    def _packed_for_kernel(self) -> Tensor:
+        """The weight in the 4 or 8 bits that kernels read: as stored, or widened once where it has other bits."""
+        assert self.layout.weights is not None
+        bits = self.layout.weights.bits
+        if bits in {4, 8}:
+            return self.weight_packed
+        if self._widened is None or self._widened.device != self.weight_packed.device:
+            self._widened = packing.pack_weight(self.codes(), 4 if bits < 4 else 8)
+        return self._widened
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> QuantizedLinear:
         # Codes were taken against the scales as stored: a cast of the model must not change them.

@@ -1,0 +1,471 @@
+"""Products of integer codes on a GPU: packed weights times int8 activations, scaled in the epilogue.
+
+Legend: N outputs, M tokens, K inputs. Weights are read as they lie in a checkpoint. Four bits: a byte holds columns 2j
+(low nibble) and 2j+1 (high nibble), offset by 8; the activations come as two planes, even and odd columns
+(`packing.to_planes`), so that a tile of bytes meets a tile of each plane. Eight bits: a byte holds one column, offset
+by 128; one plane. Padding of activations is zero, so padding of weights counts for nothing.
+
+    out[m, n] = (sum over k of codes[m, k] * weight[n, k]) * token_scale[m] * weight_scale[n] + bias[n]
+
+Weights are the first operand of the matrix instruction (out' = W X'), because that one may come from registers: a tile
+of bytes is unpacked there and never written back. Nibbles are left in the upper half of their byte, which makes them
+16 times as large; the exact integer sum is shifted back at the end. Sums are int32: 16 * 8 * 128 * K stays below 2**31
+for K up to 131072, far above any layer.
+
+Four kernels, chosen by `product_plans`: "tma" for many tokens (tiles copied by descriptor), "tile" for any shape, with
+scales per group too, "sliced" for few tokens (slices of K lie along a batch dimension, so that a narrow layer occupies
+all warps), "dot" for single tokens (four products an instruction, no matrix unit).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rotaquant.errors import RotaquantError
+from rotaquant.ops.device_features import inline_assembly, programmatic_launch
+from rotaquant.ops.product_plans import Plan, Problem, choose
+
+# 16 * 2**3 * 2**7 * K must stay below 2**31.
+WIDEST_INPUT = 131072
+
+
+@triton.jit
+def _even(packed, ASM: tl.constexpr):
+    """The low nibbles of bytes as signed values, times 16."""
+    if ASM:
+        # (x << 4 & 0xF0) ^ 0x80 on four bytes at once: 0x6A is the truth table of (a & b) ^ c.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A; }",
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return ((packed << 4) ^ 0x80).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def _odd(packed, ASM: tl.constexpr):
+    """The high nibbles of bytes as signed values, times 16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;",
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return ((packed & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def _whole(packed, ASM: tl.constexpr):
+    """Bytes offset by 128 as signed values."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, 0x80808080;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        return (packed ^ 0x80).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def _tile_position(N, M, BN: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr):
+    """The tile of a program: bands of BAND tiles of outputs, within which weights stay in the L2 cache."""
+    pid = tl.program_id(0)
+    across = tl.cdiv(N, BN)
+    band = BAND * tl.cdiv(M, BM)
+    first = (pid // band) * BAND
+    width = min(across - first, BAND)
+    return first + (pid % band) % width, (pid % band) // width
+
+
+@triton.jit
+def _scaled(acc, token_scale, weight_scale, PACKED: tl.constexpr):
+    if PACKED:
+        acc = acc >> 4
+    return (acc.to(tl.float32) * token_scale) * weight_scale
+
+
+@triton.jit
+def _product_tma(
+    w,
+    even,
+    odd,
+    out,
+    token_scale,
+    weight_scale,
+    bias,
+    N,
+    M,
+    H,
+    PACKED: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pn, pm = _tile_position(N, M, BN, BM, BAND)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros((BN, BM), tl.int32)
+    for k in tl.range(0, H, BK, num_stages=STAGES):
+        packed = w.load([pn * BN, k])
+        if PACKED:
+            acc = tl.dot(_even(packed, ASM), even.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
+            acc = tl.dot(_odd(packed, ASM), odd.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
+        else:
+            acc = tl.dot(_whole(packed, ASM), even.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
+    rn = pn * BN + tl.arange(0, BN)
+    rm = pm * BM + tl.arange(0, BM)
+    t = tl.load(token_scale + rm, mask=rm < M, other=0.0)
+    c = tl.load(weight_scale + rn, mask=rn < N, other=0.0).to(tl.float32)
+    result = _scaled(acc, t[None, :], c[:, None], PACKED)
+    if BIAS:
+        result += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
+    out.store([pm * BM, pn * BN], result.to(out.dtype).T)
+
+
+@triton.jit
+def _product_tile(
+    w,
+    x,
+    out,
+    token_scale,
+    weight_scale,
+    bias,
+    N,
+    M,
+    H,
+    groups,
+    t_row,
+    t_group,
+    c_row,
+    c_group,
+    PACKED: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pn, pm = _tile_position(N, M, BN, BM, BAND)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rn = pn * BN + tl.arange(0, BN)
+    rm = pm * BM + tl.arange(0, BM)
+    rk = tl.arange(0, BK)
+    planes: tl.constexpr = 2 if PACKED else 1
+    # Rows beyond the end read others twice; they are not stored.
+    wp = w + (rn % N).to(tl.int64)[:, None] * H + rk[None, :]
+    xp = x + (rm % M).to(tl.int64)[None, :] * (planes * H) + rk[:, None]
+    tp = token_scale + (rm % M).to(tl.int64) * t_row
+    cp = weight_scale + (rn % N).to(tl.int64) * c_row
+    if GROUPED:
+        size = H // groups
+        total = tl.zeros((BN, BM), tl.float32)
+        for group in tl.range(0, groups, num_stages=STAGES):
+            acc = tl.zeros((BN, BM), tl.int32)
+            if ONE_STEP:
+                acc = _step(wp, xp, acc, H, size, 0, rk, PACKED, EVEN, ASM)
+            else:
+                for k in range(0, size, BK):
+                    acc = _step(wp + k, xp + k, acc, H, size, k, rk, PACKED, EVEN, ASM)
+            t = tl.load(tp + group * t_group)
+            c = tl.load(cp + group * c_group).to(tl.float32)
+            total += _scaled(acc, t[None, :], c[:, None], PACKED)
+            wp += size
+            xp += size
+    else:
+        acc = tl.zeros((BN, BM), tl.int32)
+        for k in tl.range(0, H, BK, num_stages=STAGES):
+            acc = _step(wp, xp, acc, H, H, k, rk, PACKED, EVEN, ASM)
+            wp += BK
+            xp += BK
+        total = _scaled(acc, tl.load(tp)[None, :], tl.load(cp).to(tl.float32)[:, None], PACKED)
+    if BIAS:
+        total += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
+    op = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
+    tl.store(op, total.to(out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+
+
+@triton.jit
+def _step(wp, xp, acc, H, size, k, rk, PACKED: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr):
+    """One tile of bytes times its tiles of activations; `size` bytes from the group's start are its own."""
+    if EVEN:
+        packed = tl.load(wp)
+        even = tl.load(xp)
+    else:
+        packed = tl.load(wp, mask=(k + rk < size)[None, :], other=0)
+        even = tl.load(xp, mask=(k + rk < size)[:, None], other=0)
+    if PACKED:
+        if EVEN:
+            odd = tl.load(xp + H)
+        else:
+            odd = tl.load(xp + H, mask=(k + rk < size)[:, None], other=0)
+        acc = tl.dot(_even(packed, ASM), even, acc, out_dtype=tl.int32)
+        return tl.dot(_odd(packed, ASM), odd, acc, out_dtype=tl.int32)
+    else:
+        return tl.dot(_whole(packed, ASM), even, acc, out_dtype=tl.int32)
+
+
+@triton.jit
+def _product_sliced(
+    w,
+    x,
+    out,
+    token_scale,
+    weight_scale,
+    bias,
+    N,
+    M,
+    H,
+    PACKED: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    pn = tl.program_id(0)
+    rn = pn * BN + tl.arange(0, BN)
+    rm = tl.program_id(1) * BM + tl.arange(0, BM)
+    rk = tl.arange(0, SLICES)[:, None] * BK + tl.arange(0, BK)[None, :]
+    planes: tl.constexpr = 2 if PACKED else 1
+    if PDL:
+        _fetch_ahead(w, pn, N, H, BN, LINES)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    wp = w + (rn % N).to(tl.int64)[None, :, None] * H + rk[:, None, :]
+    xp = x + (rm % M)[None, None, :] * (planes * H) + rk[:, :, None]
+    acc = tl.zeros((SLICES, BN, BM), tl.int32)
+    for k in tl.range(0, H, BK * SLICES, num_stages=STAGES):
+        if EVEN:
+            packed = tl.load(wp)
+            even = tl.load(xp)
+        else:
+            packed = tl.load(wp, mask=(k + rk < H)[:, None, :], other=0)
+            even = tl.load(xp, mask=(k + rk < H)[:, :, None], other=0)
+        if PACKED:
+            if EVEN:
+                odd = tl.load(xp + H)
+            else:
+                odd = tl.load(xp + H, mask=(k + rk < H)[:, :, None], other=0)
+            acc = tl.dot(_even(packed, ASM), even, acc, out_dtype=tl.int32)
+            acc = tl.dot(_odd(packed, ASM), odd, acc, out_dtype=tl.int32)
+        else:
+            acc = tl.dot(_whole(packed, ASM), even, acc, out_dtype=tl.int32)
+        wp += BK * SLICES
+        xp += BK * SLICES
+    t = tl.load(token_scale + rm, mask=rm < M, other=0.0)
+    c = tl.load(weight_scale + rn, mask=rn < N, other=0.0).to(tl.float32)
+    total = _scaled(tl.sum(acc, 0), t[None, :], c[:, None], PACKED)
+    if BIAS:
+        total += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
+    op = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
+    tl.store(op, total.to(out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+
+
+@triton.jit
+def _fetch_ahead(w, pn, N, H, BN: tl.constexpr, LINES: tl.constexpr):
+    """Ask for the first lines of a program's weights while its predecessor still runs; weights are nobody's output."""
+    if LINES > 0:
+        start = (pn * BN).to(tl.int64) * H
+        offset = start + tl.arange(0, LINES) * 128
+        offset = tl.minimum(offset, N.to(tl.int64) * H - 1)
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [w + offset], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _four_products(a, b, acc, ASM: tl.constexpr):
+    """acc plus the dot product of the four signed bytes of two words."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        for byte in tl.static_range(4):
+            acc += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+        return acc
+
+
+@triton.jit
+def _product_dot(
+    w,
+    x,
+    out,
+    token_scale,
+    weight_scale,
+    bias,
+    N,
+    M,
+    W,
+    PACKED: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    # Here w and x are words of four bytes, W of them a row or plane.
+    pn = tl.program_id(0)
+    m = tl.program_id(1)
+    rn = pn * BN + tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    planes: tl.constexpr = 2 if PACKED else 1
+    if PDL:
+        if LINES > 0:
+            _fetch_ahead(w.to(tl.pointer_type(tl.uint8)), pn, N, W * 4, BN, LINES)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    wp = w + (rn % N).to(tl.int64)[:, None] * W + rk[None, :]
+    xp = x + m.to(tl.int64) * (planes * W) + rk[None, :]
+    acc = tl.zeros((BN, BK), tl.int32)
+    for k in tl.range(0, W, BK, num_stages=STAGES):
+        if EVEN:
+            packed = tl.load(wp)
+            even = tl.load(xp)
+        else:
+            packed = tl.load(wp, mask=(k + rk < W)[None, :], other=0)
+            even = tl.load(xp, mask=(k + rk < W)[None, :], other=0)
+        even, packed = tl.broadcast(even, packed)
+        if PACKED:
+            if EVEN:
+                odd = tl.load(xp + W)
+            else:
+                odd = tl.load(xp + W, mask=(k + rk < W)[None, :], other=0)
+            odd, packed = tl.broadcast(odd, packed)
+            # As in `_even` and `_odd`, on words: the mask and the sign's flip are one instruction.
+            acc = _four_products(((packed << 4) & -0x0F0F0F10) ^ -0x7F7F7F80, even, acc, ASM)
+            acc = _four_products((packed & -0x0F0F0F10) ^ -0x7F7F7F80, odd, acc, ASM)
+        else:
+            acc = _four_products(packed ^ -0x7F7F7F80, even, acc, ASM)
+        wp += BK
+        xp += BK
+    t = tl.load(token_scale + m)
+    c = tl.load(weight_scale + rn, mask=rn < N, other=0.0).to(tl.float32)
+    total = _scaled(tl.sum(acc, 1), t, c, PACKED)
+    if BIAS:
+        total += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64) * N + rn, total.to(out.dtype.element_ty), mask=rn < N)
+
+
+def product(
+    codes: Tensor,
+    token_scale: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Scaled product of codes int8 `[m, planes, plane]` and packed weights int32 `[n, words]` -> `[m, n]`.
+
+    Two planes mean 4-bit weights, one plane 8-bit ones. `token_scale` float32 `[m, 1 or groups]` and `weight_scale`
+    `[n, 1 or groups]`; with groups, sums of the groups are scaled and added in float32 in their order. `plan` overrides
+    the choice of kernel and tiles.
+    """
+    tokens, planes, plane = codes.shape
+    outputs = weight_packed.shape[0]
+    if plane > WIDEST_INPUT:
+        raise RotaquantError(f"a layer with {plane * planes} inputs is too wide for exact int32 sums")
+    out = torch.empty(tokens, outputs, dtype=out_dtype, device=codes.device)
+    if tokens == 0 or outputs == 0:
+        return out
+    groups = max(token_scale.shape[1], weight_scale.shape[1])
+    problem = Problem(tokens=tokens, outputs=outputs, plane=plane, packed=planes == 2, groups=groups)
+    plan = plan or choose(problem, codes.device, out.element_size())
+    operands = (
+        weight_packed.view(torch.uint8),
+        codes,
+        out,
+        token_scale,
+        weight_scale,
+        bias if bias is not None else out,
+    )
+    _LAUNCHERS[plan.kernel](problem, plan, operands, bias is not None)
+    return out
+
+
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _launch_tma(problem: Problem, plan: Plan, operands: _Operands, biased: bool) -> None:
+    w, x, out, *scales = operands
+    pdl = programmatic_launch(x.device)
+    shape, strides = [problem.tokens, problem.plane], [x.stride(0), 1]
+    even, odd = (
+        TensorDescriptor(x[:, i], shape, strides, [plan.tokens, plan.bytes]) for i in (0, 1 if problem.packed else 0)
+    )
+    _product_tma[(plan.tiles(problem),)](
+        TensorDescriptor.from_tensor(w, [plan.outputs, plan.bytes]), even, odd,
+        TensorDescriptor.from_tensor(out, [plan.tokens, plan.outputs]), *scales,
+        problem.outputs, problem.tokens, problem.plane, problem.packed, plan.outputs, plan.tokens, plan.bytes,
+        plan.band, plan.stages, biased, inline_assembly(x.device), pdl,
+        num_warps=plan.warps, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _launch_tile(problem: Problem, plan: Plan, operands: _Operands, biased: bool) -> None:
+    w, x, out, token_scale, weight_scale, bias = operands
+    pdl = programmatic_launch(x.device)
+    size = problem.plane // problem.groups
+    _product_tile[(plan.tiles(problem),)](
+        w, x, out, token_scale, weight_scale, bias,
+        problem.outputs, problem.tokens, problem.plane, problem.groups,
+        token_scale.shape[1], int(token_scale.shape[1] > 1), weight_scale.shape[1], int(weight_scale.shape[1] > 1),
+        problem.packed, plan.outputs, plan.tokens, plan.bytes, plan.band, plan.stages,
+        problem.groups > 1, size <= plan.bytes, size % plan.bytes == 0, biased, inline_assembly(x.device), pdl,
+        num_warps=plan.warps, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _launch_sliced(problem: Problem, plan: Plan, operands: _Operands, biased: bool) -> None:
+    x = operands[1]
+    pdl = programmatic_launch(x.device)
+    step = plan.bytes * plan.slices
+    grid = (triton.cdiv(problem.outputs, plan.outputs), triton.cdiv(problem.tokens, plan.tokens))
+    _product_sliced[grid](
+        *operands, problem.outputs, problem.tokens, problem.plane, problem.packed,
+        plan.outputs, plan.tokens, plan.bytes, plan.slices, plan.stages, problem.plane % step == 0, biased,
+        inline_assembly(x.device), pdl, plan.lines if pdl else 0,
+        num_warps=plan.warps, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _launch_dot(problem: Problem, plan: Plan, operands: _Operands, biased: bool) -> None:
+    w, x, *others = operands
+    pdl = programmatic_launch(x.device)
+    words, step = problem.plane // 4, plan.bytes // 4
+    _product_dot[(triton.cdiv(problem.outputs, plan.outputs), problem.tokens)](
+        w.view(torch.int32), x.flatten(1).view(torch.int32), *others,
+        problem.outputs, problem.tokens, words, problem.packed,
+        plan.outputs, step, plan.stages, words % step == 0, biased,
+        inline_assembly(x.device), pdl, plan.lines if pdl else 0,
+        num_warps=plan.warps, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+_LAUNCHERS = {"tma": _launch_tma, "tile": _launch_tile, "sliced": _launch_sliced, "dot": _launch_dot}

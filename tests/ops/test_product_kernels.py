@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
+from rotaquant.errors import RotaquantError
 from rotaquant.ops import packing, reference
 from rotaquant.ops.product_kernels import product
 from rotaquant.ops.product_plans import Plan
@@ -120,3 +121,11 @@ def test_the_largest_sums_do_not_overflow(device: str) -> None:
 def test_no_tokens_give_no_rows(device: str) -> None:
     data = operands(0, 8, 32, 4, 1, device)
     assert run(data, 4, torch.bfloat16, None, True).shape == (0, 8)
+
+
+def test_inputs_too_wide_for_exact_sums_are_refused() -> None:
+    for planes in (1, 2):
+        codes = torch.zeros(1, planes, 131072 // planes, dtype=torch.int8)
+        packed = torch.zeros(1, codes.shape[2] // 4, dtype=torch.int32)
+        with pytest.raises(RotaquantError, match="131072 inputs is too wide"):
+            product(codes, torch.ones(1, 1), packed, torch.ones(1, 1), None, torch.float32)

@@ -10,7 +10,7 @@ by 128; one plane. Padding of activations is zero, so padding of weights counts 
 Weights are the first operand of the matrix instruction (out' = W X'), because that one may come from registers: a tile
 of bytes is unpacked there and never written back. Nibbles are left in the upper half of their byte, which makes them
 16 times as large; the exact integer sum is shifted back at the end. Sums are int32: 16 * 8 * 128 * K stays below 2**31
-for K up to 131072, far above any layer.
+for K below 131072, far above any layer.
 
 Four kernels, chosen by `product_plans`: "tma" for many tokens (tiles copied by descriptor), "tile" for any shape, with
 scales per group too, "sliced" for few tokens (slices of K lie along a batch dimension, so that a narrow layer occupies
@@ -29,8 +29,8 @@ from rotaquant.errors import RotaquantError
 from rotaquant.ops.device_features import inline_assembly, programmatic_launch
 from rotaquant.ops.product_plans import Plan, Problem, choose
 
-# 16 * 2**3 * 2**7 * K must stay below 2**31.
-WIDEST_INPUT = 131072
+# 16 * 2**3 * 2**7 * K, and 2**7 * 2**7 * K for 8-bit weights, must stay below 2**31.
+WIDEST_INPUT = 131064
 
 
 @triton.jit
@@ -389,7 +389,7 @@ def product(
     """
     tokens, planes, plane = codes.shape
     outputs = weight_packed.shape[0]
-    if plane > WIDEST_INPUT:
+    if plane * planes > WIDEST_INPUT:
         raise RotaquantError(f"a layer with {plane * planes} inputs is too wide for exact int32 sums")
     out = torch.empty(tokens, outputs, dtype=out_dtype, device=codes.device)
     if tokens == 0 or outputs == 0:

@@ -15,8 +15,6 @@ from torch import Tensor
 from rotaquant.ops import packing
 from rotaquant.ops.device_features import programmatic_launch
 
-# Beyond this a row does not fit the registers of one program.
-WIDEST_ROW = 65536
 _ELEMENTS_PER_WARP = 1024
 
 
@@ -157,14 +155,6 @@ class RowShape:
         """An int8 tensor `[rows, planes, plane]` to be written."""
         make = torch.zeros if self.padded_apart else torch.empty
         return make(rows, self.planes, self.plane, dtype=torch.int8, device=device)
-
-
-def supports_rows(columns: int, group_size: int | None, planar: bool) -> bool:
-    """Whether rows of this width and grouping can be quantized here."""
-    size = group_size or columns
-    if planar and columns != size and size % 2:
-        return False
-    return triton.next_power_of_2(columns // size) * triton.next_power_of_2(size + 7) <= WIDEST_ROW
 
 
 def quantize_rows(

@@ -4,11 +4,13 @@
 #   TORCH_INDEX  an index to take torch from. On Linux, PyPI's torch brings several GB of CUDA libraries; without
 #                an NVIDIA GPU use `make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu`. Read when .venv is
 #                made: `make clean` first to change it.
+#   BENCH_DEVICE names the files of `make bench`, as in linear-h200.json
 #   JOBS         test processes side by side in `make test`; each holds a model or two, so more cost memory
 #   PYTEST_ARGS  passed on to pytest, as in `make test PYTEST_ARGS="-k hadamard -x"`
 PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= 2
+BENCH_DEVICE ?= gpu
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -27,7 +29,7 @@ PYTEST := $(OFFLINE) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-slow test-gpu docs clean
+.PHONY: help setup demo check test test-slow test-gpu bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,7 +56,11 @@ test-gpu: $(MODEL_INSTALLED) ## the tests that need a CUDA device
 	@$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('make test-gpu: torch sees no CUDA device')"
 	$(PYTEST) -m gpu --timeout 600 $(PYTEST_ARGS)
 
-docs: $(INSTALLED) ## write docs/accuracy.md anew from benchmarks/results
+bench: $(INSTALLED) ## measure linears and transforms on this machine's GPU, into benchmarks/results
+	$(BIN)/python benchmarks/linear.py --output benchmarks/results/linear-$(BENCH_DEVICE).json --merge
+	$(BIN)/python benchmarks/transforms.py --output benchmarks/results/transforms-$(BENCH_DEVICE).json --merge
+
+docs: $(INSTALLED) ## write docs/accuracy.md and docs/performance.md anew from benchmarks/results
 	$(BIN)/python benchmarks/tables.py
 
 clean: ## remove all that the targets above made: .venv, caches, builds, demo/

@@ -1,4 +1,4 @@
-"""Write docs/accuracy.md from the JSON files in benchmarks/results: no figure in it is typed by hand."""
+"""Write docs/accuracy.md and docs/performance.md from benchmarks/results: no figure in them is typed by hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import speed_tables
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "docs" / "accuracy.md"
+SPEED_TARGET = ROOT / "docs" / "performance.md"
 
 _HEAD = """# Accuracy
 
@@ -34,12 +37,17 @@ _SUBJECTS = {
 
 
 def render() -> str:
-    """The whole page."""
+    """The whole page of accuracy."""
     parts = [_HEAD]
     subjects = {path: _subject(path) for path in sorted(RESULTS.glob("accuracy-*.json"))}
     for path in sorted(subjects, key=lambda path: subjects[path] or ""):  # those of the presets come first
         parts.append(_section(json.loads(path.read_text()), subjects[path]))
     return "\n".join(parts)
+
+
+def render_speed() -> str | None:
+    """The whole page of speed, or `None` where nothing was measured."""
+    return speed_tables.render(RESULTS)
 
 
 def _subject(path: Path) -> str | None:
@@ -78,3 +86,5 @@ def _section(result: dict[str, Any], subject: str | None) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(render())
+    if (page := render_speed()) is not None:
+        SPEED_TARGET.write_text(page)

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
-from rotaquant import checkpoint, demo, evaluate, pipeline
+from rotaquant import checkpoint, demo, doctor, evaluate, pipeline, tune
 from rotaquant.cli import app, main
 from rotaquant.data import Calibration
 from rotaquant.errors import RotaquantError
 from rotaquant.evaluate import Protocol
+from rotaquant.ops import tuned_plans
 from rotaquant.recipe import PRESETS
+from tests.fake_gpu import fake_gpu
+from tests.test_tune import bench as tuning_bench
 from tests.tiny_models import save_tiny, tokens
 
 REPORT = pipeline.QuantizationReport(Path("out"), PRESETS["w4a4kv4"], 25, 100, 4.03, 1.5, 1000, ("a remark",))
@@ -228,6 +232,67 @@ def test_inspect_a_float_model(folder: Path) -> None:
     assert "w4a16" in in_words and "one exact Hadamard matrix" in in_words and "query_key" not in in_words
 
 
+def test_doctor_tells_what_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ROTAQUANT_CACHE", str(tmp_path))
+    fields = one_json_object(run("doctor", "--json"))
+    assert fields["versions"]["torch"] == torch.__version__
+    [device] = fields["devices"]
+    assert (device["device"], device["capability"], device["plan_file"]) == ("cpu", None, None)
+    operations = {operation["name"]: operation for operation in device["operations"]}
+    assert operations["int4_matmul"]["implementation"] == "definition in PyTorch"
+    assert operations["int4_matmul"]["why"].startswith("no CUDA device")
+    assert fields["paths"]["sm_80"]["kernels"] == ["tile", "sliced", "dot"]
+    in_words = [" ".join(line.split()) for line in run("doctor").stdout.splitlines()]
+    assert f"torch {torch.__version__}" in in_words
+    assert any(line.startswith("int4_matmul 4-bit weights, quantized activations definition") for line in in_words)
+    assert "int8 tensor cores mma.sync mma.sync mma.sync wgmma mma.sync mma.sync" in in_words
+
+
+def test_doctor_tells_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ROTAQUANT_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor, "triton_missing", lambda: None)
+    monkeypatch.setattr(tuned_plans, "triton_version", lambda: "3.6.0")
+    with fake_gpu((8, 6)):
+        [device] = one_json_object(run("doctor", "--json"))["devices"]
+        in_words = [" ".join(line.split()) for line in run("doctor").stdout.splitlines()]
+    file = str(tmp_path / "plans-nvidia-test-9-sm86-triton3.6.0.json")
+    assert device["plan_file"] == {"path": file, "state": "absent", "plans": 0, "reason": None}
+    assert device["capability"] == "8.6"
+    for line in (
+        "compute capability 8.6 (sm_86)",
+        "memory 80.00 GB",
+        f"tuned plans none; `rotaquant tune` would write {file}",
+        "note the kernels are built for sm_86, but not measured on it",
+    ):
+        assert line in in_words
+
+
+def test_tune_passes_everything_on_and_tells_what_it_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROTAQUANT_CACHE", str(tmp_path))
+    opened: list[Any] = []
+
+    def open_bench(device: Any) -> Any:
+        opened.append(device)
+        return tuning_bench()
+
+    monkeypatch.setattr(tune, "open_bench", open_bench)
+    result = run("tune", folder, "--rows", "16,1", "--device", "cuda:1", "--json")
+    fields = one_json_object(result)
+    assert opened == ["cuda:1"] and fields["unfinished"] == 0
+    assert [found["tokens"] for found in fields["results"]] == [1, 16] * 6
+    first = fields["results"][0]
+    assert (first["linears"], first["outputs"], first["inputs"], first["weight_bits"]) == (["q_proj"], 64, 64, 4)
+    assert first["plan"]["kernel"] in {"dot", "sliced"} and first["seconds"] <= first["standard_seconds"]
+    assert Path(fields["file"]).parent == tmp_path and len(json.loads(Path(fields["file"]).read_text())["plans"]) == 12
+    assert "tuned: q_proj 64 x 64, 1 token: " in result.stderr and result.stderr.rstrip().endswith("; 0 left")
+
+    in_words = [" ".join(line.split()) for line in run("tune", folder, "--rows", 16).stdout.splitlines()]
+    assert any(line.startswith("gate_proj+up_proj 192 x 64 16 tile 128x16x") for line in in_words)
+    assert f"kept in {fields['file']}" in in_words
+
+
 def test_generate_prints_the_text_alone(quantized: Path) -> None:
     result = run("generate", quantized, "w3 w50 w7", "--max-new-tokens", 5, "--device", "cpu")
     assert result.exit_code == 0
@@ -283,6 +348,18 @@ def test_wrong_kinds_of_folder_are_refused(folder: Path, quantized: Path, text: 
     assert "not empty" in failure(run("quantize", folder, quantized, "--calibration", text))
 
 
+def test_bad_options_of_tune(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROTAQUANT_CACHE", str(tmp_path / "cache"))
+    assert "--rows: 'x' is no number of tokens" in failure(run("tune", folder, "--rows", "1,x"))
+    assert "--limit -1" in failure(run("tune", folder, "--limit", -1))
+    assert "use --device cuda" in failure(run("tune", folder, "--device", "cpu"))
+    message = failure(run("tune", folder, "--json"))
+    assert "torch sees no CUDA device" in message and "run this where the model is to run" in message
+    monkeypatch.setattr(tune, "open_bench", lambda device: tuning_bench())
+    assert "does not exist" in failure(run("tune", tmp_path / "gone"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_inspect_refuses_what_quantize_refuses(folder: Path, quantized: Path, tmp_path: Path) -> None:
     message = failure(run("inspect", quantized, "--recipe", "w4a4kv4-rtn", "--json"))
     assert message == f"error: --recipe: {quantized} is quantized already, by the recipe that it holds; leave it out"
@@ -329,7 +406,7 @@ def test_other_commands_end_quietly_when_interrupted(monkeypatch: pytest.MonkeyP
 def test_version_help_and_usage() -> None:
     assert run("--version").stdout.startswith("rotaquant 0.")
     commands = run("--help").stdout
-    assert all(name in commands for name in "quantize evaluate compare generate inspect demo".split())
+    assert all(name in commands for name in "quantize evaluate compare generate inspect demo doctor tune".split())
     assert run("quantize", "m").exit_code == 2
 
 

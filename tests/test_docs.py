@@ -1,20 +1,30 @@
 """The documentation is generated from what was measured, and speaks of what exists."""
 
-import importlib.util
+import importlib
 import re
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from rotaquant.recipe import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_accuracy_page_is_that_of_the_results() -> None:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    assert spec is not None and spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("tables")
+
+
+def test_the_accuracy_page_is_that_of_the_results(tables: ModuleType) -> None:
     assert (ROOT / "docs" / "accuracy.md").read_text() == tables.render(), "run `make docs`"
+
+
+def test_the_performance_page_is_that_of_the_results(tables: ModuleType) -> None:
+    page = ROOT / "docs" / "performance.md"
+    assert (page.read_text() if page.exists() else None) == tables.render_speed(), "run `make docs`"
 
 
 def test_the_readme_lists_every_preset_and_every_folder() -> None:

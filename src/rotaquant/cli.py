@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from rotaquant import console
+from rotaquant import console, console_device
 from rotaquant.data import Calibration
 from rotaquant.errors import RotaquantError
 from rotaquant.progress import Progress, progress
@@ -247,6 +247,41 @@ def demo(
         result = run_demo(model, output, shown.on_step)
     console.print_comparison(result.rows)
     typer.echo(f"\nThe quantized model, loaded back from {result.output}, writes:\n\n{result.sentence}")
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Say which devices and versions are here, what runs every operation on them, and why."""
+    with _working():
+        from rotaquant.doctor import examine
+
+        found = examine()
+    _tell(found, as_json, console_device.diagnosis_json, console_device.print_diagnosis)
+
+
+@app.command()
+def tune(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, model folder, or quantized folder.")],
+    rows: Annotated[
+        str | None, typer.Option(metavar="M,M,...", help="Numbers of tokens; by default some from 1 to 16384.")
+    ] = None,
+    limit: Annotated[float | None, typer.Option(help="Seconds after which nothing more is begun.")] = None,
+    device: Annotated[str, typer.Option(help="cuda, or one of several: cuda:1.")] = "cuda",
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest kernel plans for the products of MODEL on this machine, and keep them; weights are not read.
+
+    What is found is used from the next run on. The same command goes on where an interrupted one ended.
+    """
+    with _working():
+        from rotaquant.tune import DEFAULT_ROWS, parse_rows
+        from rotaquant.tune import tune as tune_products
+
+        counts = DEFAULT_ROWS if rows is None else parse_rows(rows)
+        found = tune_products(
+            model, rows=counts, limit=limit, device=device, on_result=console_device.show_tuned_product
+        )
+    _tell(found, as_json, console_device.tuning_json, console_device.print_tuning)
 
 
 @contextmanager

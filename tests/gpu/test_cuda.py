@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import rotaquant
+from rotaquant.hadamard import factor_or_fallback
 from rotaquant.ops import reference
-from tests.tiny_models import CONFIGS, save_tiny, tokens
+from rotaquant.recipe import IntFormat
+from rotaquant.rotation.plan import HeadMix, plan_head_mix
+from rotaquant.runtime.gated_mlp import GatedMlp
+from rotaquant.runtime.layout import LinearLayout
+from rotaquant.runtime.linear import QuantizedLinear
+from rotaquant.runtime.shared_input import share_inputs
+from tests.runtime.on_kernels import on_kernels
+from tests.tiny_models import CONFIGS, save_tiny, tiny_model, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +59,180 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     got = model(input_ids=ids.cuda()).logits.double().cpu()
     expected = rotaquant.load(tmp_path / "out", device="cpu", dtype=torch.float64)(input_ids=ids).logits
     assert ((got - expected).norm() / expected.norm()).item() < 0.1
+
+
+# --- models on kernels -----------------------------------------------------------------------------------------
+
+
+def linear(outputs: int, inputs: int, transform: Any = None, group: int | None = None) -> QuantizedLinear:
+    """A W4A4 linear of random codes on the device."""
+    weights, activations = IntFormat(bits=4, group_size=group), IntFormat(bits=4, clip_ratio=0.9, group_size=group)
+    layout = LinearLayout(weights=weights, activations=activations, transform=transform)
+    types = {"dtype": torch.bfloat16, "scale_dtype": torch.bfloat16}
+    made = QuantizedLinear((outputs, inputs), layout, bias=True, **types)
+    made.weight_packed.random_(-(1 << 31), 1 << 31)
+    made.weight_scale.uniform_(1e-3, 2e-3)
+    made.bias.normal_()
+    return made.cuda()
+
+
+def trio(group: int | None = None) -> nn.ModuleList:
+    """Linears of 512 inputs that share them."""
+    linears = nn.ModuleList(linear(outputs, 512, group=group) for outputs in (384, 128, 128))
+    share_inputs(linears)
+    return linears
+
+
+def apart(modules: nn.Module) -> Any:
+    """A copy that shares nothing."""
+    copied = copy.deepcopy(modules)
+    for module in copied.modules():
+        if isinstance(module, QuantizedLinear):
+            module.shared_input = None
+    return copied
+
+
+def rows(count: int = 5, width: int = 512) -> Tensor:
+    return torch.randn(2, count, width, dtype=torch.bfloat16, device="cuda")
+
+
+def require_same(actual: Tensor, expected: Tensor) -> None:
+    """Kernels of other tilings may round the float32 product, from which the output is cast, otherwise."""
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
+
+
+class TestKernels:
+    @pytest.fixture(autouse=True)
+    def _no_gradients(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    @pytest.mark.parametrize("group", [None, 128])
+    @pytest.mark.parametrize("count", [1, 7, 300])
+    def test_one_product_is_that_of_each(self, count: int, group: int | None) -> None:
+        linears, x = trio(group), rows(count)
+        expected = [one(x) for one in apart(linears)]
+        with on_kernels() as calls:
+            outputs = [one(x) for one in linears]
+        assert dict(calls) == {"quantize_rows": 1, "int4_matmul": 1}
+        for output, other in zip(outputs, expected, strict=True):
+            require_same(output, other)
+
+    def test_memory_does_not_grow(self) -> None:
+        linears = nn.ModuleList(linear(2048, 2048) for _ in range(3))
+        share_inputs(linears)
+        x = rows(1, 2048)
+        apart(linears)[0](x)  # compiles
+        held = torch.cuda.memory_allocated()
+        for one in linears:
+            one(x)
+        assert torch.cuda.memory_allocated() - held < 1 << 20
+        size = linears[0].weight_packed.nbytes
+        linears.cpu()
+        assert held - torch.cuda.memory_allocated() >= 3 * size
+        expected = [one(x.cpu()) for one in linears]
+        for one, other in zip(linears.cuda(), expected, strict=True):
+            require_same(one(x).cpu(), other)
+
+    def test_a_captured_graph_computes_what_it_is_given(self) -> None:
+        linears, x = trio(), rows()
+        alone = apart(linears)
+        for one in (*linears, *alone):
+            one(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [one(x) for one in linears]
+        x.copy_(rows())
+        graph.replay()
+        for output, one in zip(outputs, alone, strict=True):
+            require_same(output, one(x))
+
+    def test_a_graph_takes_nothing_from_outside_and_gives_nothing_away(self) -> None:
+        linears, x = trio(), rows()
+        alone = apart(linears)
+        for one in (*linears, *alone):
+            one(x)
+        linears[0](x)  # its result waits for the others
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = linears[1](x)
+        require_same(linears[2](x), alone[2](x))
+        x.copy_(rows())
+        graph.replay()
+        require_same(captured, alone[1](x))
+
+    def test_weights_do_not_move_while_a_graph_is_captured(self) -> None:
+        linears, x = trio(), rows()
+        alone = apart(linears)
+        for one in alone:
+            one(x)
+        before = [one.weight_packed.data_ptr() for one in linears]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [one(x) for one in linears]
+        assert [one.weight_packed.data_ptr() for one in linears] == before
+        x.copy_(rows())
+        graph.replay()
+        for output, one in zip(outputs, alone, strict=True):
+            require_same(output, one(x))
+
+    def test_another_stream_computes_for_itself(self) -> None:
+        linears, x = trio(), rows(4096)
+        expected = [one(x) for one in apart(linears)]
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        first = linears[0](x)
+        with torch.cuda.stream(stream):
+            second = linears[1](x)
+        stream.synchronize()
+        require_same(first, expected[0])
+        require_same(second, expected[1])
+
+    @pytest.mark.parametrize(
+        "transform",
+        [
+            factor_or_fallback(512),
+            factor_or_fallback(1536),
+            plan_head_mix(32, factor_or_fallback(64)),
+            plan_head_mix(12, factor_or_fallback(128)),
+        ],
+    )
+    def test_rotated_inputs_are_close_to_the_definition(self, transform: Any) -> None:
+        width = {32: 2048, 12: 1536}[transform.heads] if isinstance(transform, HeadMix) else transform.size
+        module, x = linear(256, width, transform), rows(33, width)
+        with on_kernels() as calls:
+            output = module(x)
+        assert calls["hadamard_quantize"] == 1
+        expected = module.cpu()(x.cpu())
+        # Now and then a code is another one, where a value lies between two.
+        assert ((output.cpu().float() - expected.float()).norm() / expected.float().norm()).item() < 0.02
+
+    @pytest.mark.parametrize("name", ["llama", "llama-biased", "qwen2", "gemma2", "phi3", "mixtral", "opt", "gpt-oss"])
+    def test_a_model_gives_the_logits_of_the_cpu(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(CONFIGS, name, {**CONFIGS[name], "intermediate_size": 192, "ffn_dim": 192})
+        rotaquant.quantize(tiny_model(name, torch.bfloat16), "w8a8kv8-rtn", output=tmp_path / "out")
+        on_gpu, on_cpu = rotaquant.load(tmp_path / "out", device="cuda"), rotaquant.load(tmp_path / "out", device="cpu")
+        ids = tokens(2, 20)
+        expected = on_cpu(input_ids=ids).logits.float()
+        with on_kernels() as calls:
+            got = on_gpu(input_ids=ids.cuda()).logits.float().cpu()
+        assert calls["int8_matmul"] and (name in {"opt", "gpt-oss"} or calls["gated_hadamard_quantize"])
+        assert ((got - expected).norm() / expected.norm()).item() < 0.05
+        again = on_gpu(input_ids=ids.cuda()).logits.float().cpu()
+        assert torch.equal(got, again)
+        separate = apart(on_gpu)(input_ids=ids.cuda()).logits.float().cpu()
+        assert ((got - separate).norm() / expected.norm()).item() < 0.02
+        generated = on_gpu.generate(input_ids=ids.cuda(), max_new_tokens=4, do_sample=False)
+        assert torch.equal(generated[:, :20].cpu(), ids)
+
+    def test_a_compiled_feed_forward_part_gives_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(CONFIGS, "llama", {**CONFIGS["llama"], "intermediate_size": 192})
+        rotaquant.quantize(tiny_model("llama", torch.bfloat16), "w4a4kv4-rtn", output=tmp_path / "out")
+        mlp = rotaquant.load(tmp_path / "out", device="cuda").model.layers[0].mlp
+        assert isinstance(mlp, GatedMlp)
+        x = rows(7, 64)
+        # The very first call is a traced one.
+        compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)(x)
+        require_same(compiled, mlp(x))

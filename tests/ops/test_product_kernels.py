@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -69,6 +71,48 @@ def test_every_kernel_is_exact(kernel: str, m: int, n: int, k: int, bits: int, d
     for biased in (False, True):
         got = run(data, bits, torch.float32, PLANS[kernel], biased).cpu()
         assert torch.equal(got, expected(data, bits, biased))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(10))
+def test_chosen_plans_are_exact_for_random_shapes(seed: int, device: str) -> None:
+    """Twenty shapes a seed, awkward ones among them: odd numbers of tokens and outputs, tails of inputs."""
+    generator = random.Random(seed)
+    # The interpreter takes a millisecond a tile and step.
+    most = (600, 700, 3000) if device == "cuda" else (40, 90, 300)
+    for _ in range(20):
+        m, n, k = (max(1, int(limit ** generator.random() + 0.5)) for limit in most)
+        if generator.random() < 0.5:
+            n, k = n + -n % 8, k + -k % 32
+        bits, biased = generator.choice((4, 4, 8)), generator.random() < 0.5
+        data = operands(m, n, k, bits, 1, device)
+        got = run(data, bits, torch.float32, None, biased).cpu()
+        assert torch.equal(got, expected(data, bits, biased)), (m, n, k, bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(2049, 4096, 4096), (16384, 1024, 512), (300, 11008, 4096), (64, 8192, 28672)]
+)
+def test_plans_for_large_problems_are_exact(m: int, n: int, k: int) -> None:
+    data = operands(m, n, k, 4, 1, "cuda")
+    got = run(data, 4, torch.bfloat16, None, True)
+    rows = torch.randint(m, (48,), generator=torch.Generator().manual_seed(m))
+    sample = data | {name: data[name][rows.cuda()] for name in ("codes", "token_scale")}
+    assert torch.equal(got[rows.cuda()].cpu(), expected(sample, 4, True).to(torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count() -> None:
+    """Outputs and codes beyond 2**31 elements are addressed, not wrapped round."""
+    m, n, k = 70000, 32768, 64
+    data = operands(8, n, k, 4, 1, "cuda")
+    repeated = data | {name: data[name].repeat(m // 8, 1) for name in ("codes", "token_scale")}
+    for plan in (None, PLANS["tile"]):
+        got = run(repeated, 4, torch.bfloat16, plan, False)
+        assert got.numel() > 2**31
+        assert torch.equal(got[-8:].cpu(), expected(data, 4, False).to(torch.bfloat16))
+        del got
 
 
 @pytest.mark.parametrize("device", DEVICES)

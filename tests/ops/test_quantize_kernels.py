@@ -85,3 +85,28 @@ def test_norm_and_quantization_in_one(dtype: torch.dtype, with_residual: bool, d
     assert ((back - ideal * step).abs() > step / 2).float().mean() < 0.02
     inside = normed.abs() <= 7 * step
     assert steps[inside].max() < 0.52
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count() -> None:
+    x = torch.randn(16, 32768, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    wide = x.cuda().repeat(4200, 1)
+    assert wide.numel() > 2**31
+    codes, scale = quantize_rows(wide, 4, 0.9, None, True)
+    expected_codes, expected_scale = reference.quantize_rows(x, 4, 0.9)
+    assert torch.equal(codes[-16:].cpu(), packing.to_planes(expected_codes, True))
+    assert torch.equal(scale[-16:].cpu(), expected_scale)
+
+
+@pytest.mark.gpu
+def test_quotients_are_rounded_as_division_rounds() -> None:
+    """Rows drawn so that many values lie at, or one float32 from, the middle between two codes."""
+    generator = torch.Generator().manual_seed(4)
+    scale = torch.rand(4096, 1, generator=generator) + 0.1
+    steps = torch.randint(-7, 7, (4096, 1024), generator=generator) + 0.5
+    x = scale * steps
+    nudged = torch.nextafter(x, x + torch.randint(-1, 2, x.shape, generator=generator))
+    nudged[:, :1] = scale * 7
+    check(nudged.cuda(), 4, 1.0, None, True)
+    for exponent in (-140, -126, -100, 100, 120):
+        check((nudged.double() * 2.0**exponent).float().cuda(), 4, 1.0, None, False)

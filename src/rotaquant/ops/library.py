@@ -17,14 +17,19 @@ from rotaquant.ops import packing, reference
 
 logger = logging.getLogger(__name__)
 
-_LIBRARY = torch.library.Library("rotaquant", "DEF")
+LIBRARY = torch.library.Library("rotaquant", "DEF")
 _PRODUCT = (
     "(Tensor codes, Tensor token_scale, Tensor weight_packed, Tensor weight_scale, Tensor? bias, ScalarType dtype)"
     " -> Tensor"
 )
-_LIBRARY.define("quantize_rows(Tensor x, int bits, float clip_ratio, int? group_size, bool planar) -> (Tensor, Tensor)")
-_LIBRARY.define(f"int4_matmul{_PRODUCT}")
-_LIBRARY.define(f"int8_matmul{_PRODUCT}")
+LIBRARY.define("quantize_rows(Tensor x, int bits, float clip_ratio, int? group_size, bool planar) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "rmsnorm_quantize(Tensor x, Tensor? residual, float eps, int bits, float clip_ratio, int? group_size, bool planar)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define("w4a16_matmul(Tensor x, Tensor weight_packed, Tensor weight_scale, Tensor? bias) -> Tensor")
+LIBRARY.define(f"int4_matmul{_PRODUCT}")
+LIBRARY.define(f"int8_matmul{_PRODUCT}")
 
 
 @lru_cache(maxsize=1)
@@ -47,6 +52,30 @@ def quantize_rows(
     weights, else for one with 8-bit weights.
     """
     return torch.ops.rotaquant.quantize_rows(x, bits, clip_ratio, group_size, planar)
+
+
+def rmsnorm_quantize(
+    x: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    bits: int,
+    clip_ratio: float,
+    group_size: int | None = None,
+    planar: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add `residual` `[m, n]` to x (if any), normalise rows by their root mean square, quantize as `quantize_rows`.
+
+    Gives codes, scales and the sum, in the dtype of x. A norm's gain is folded into the weights that read it.
+    """
+    return torch.ops.rotaquant.rmsnorm_quantize(x, residual, eps, bits, clip_ratio, group_size, planar)
+
+
+def w4a16_matmul(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Product of float activations and packed 4-bit weights: `[m, k]`, int32 `[n, words]` -> `[m, n]` as x.
+
+    `weight_scale` is `[n, 1 or groups]`. On a GPU x has 16 bits and sums are float32.
+    """
+    return torch.ops.rotaquant.w4a16_matmul(x, weight_packed, weight_scale, bias)
 
 
 def int4_matmul(
@@ -99,9 +128,27 @@ def _product_fake(
     return codes.new_empty((codes.shape[0], weight_packed.shape[0]), dtype=dtype)
 
 
-torch.library.register_fake("rotaquant::quantize_rows", _quantize_rows_fake, lib=_LIBRARY)
+def _rmsnorm_quantize_fake(
+    x: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    bits: int,
+    clip_ratio: float,
+    group_size: int | None,
+    planar: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_quantize_rows_fake(x, bits, clip_ratio, group_size, planar), x.new_empty(x.shape)
+
+
+def _w4a16_fake(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight_packed.shape[0]))
+
+
+torch.library.register_fake("rotaquant::quantize_rows", _quantize_rows_fake, lib=LIBRARY)
+torch.library.register_fake("rotaquant::rmsnorm_quantize", _rmsnorm_quantize_fake, lib=LIBRARY)
+torch.library.register_fake("rotaquant::w4a16_matmul", _w4a16_fake, lib=LIBRARY)
 for _name in ("int4_matmul", "int8_matmul"):
-    torch.library.register_fake(f"rotaquant::{_name}", _product_fake, lib=_LIBRARY)
+    torch.library.register_fake(f"rotaquant::{_name}", _product_fake, lib=LIBRARY)
 
 
 # --- the definitions -------------------------------------------------------------------------------------------
@@ -132,9 +179,31 @@ def _product_cpu(weight_bits: int) -> object:
     return run
 
 
-_LIBRARY.impl("quantize_rows", _quantize_rows_cpu, "CPU")
-_LIBRARY.impl("int4_matmul", _product_cpu(4), "CPU")
-_LIBRARY.impl("int8_matmul", _product_cpu(8), "CPU")
+def _rmsnorm_quantize_cpu(
+    x: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    bits: int,
+    clip_ratio: float,
+    group_size: int | None,
+    planar: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # An operation's outputs are never its inputs.
+    total = x.clone() if residual is None else x + residual
+    return *_quantize_rows_cpu(reference.rms_norm(total, eps), bits, clip_ratio, group_size, planar), total
+
+
+def _w4a16_cpu(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    codes = packing.unpack_weight(weight_packed, 4, x.shape[1])
+    weight = reference.dequantize_groups(codes, weight_scale, x.dtype)
+    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+LIBRARY.impl("quantize_rows", _quantize_rows_cpu, "CPU")
+LIBRARY.impl("rmsnorm_quantize", _rmsnorm_quantize_cpu, "CPU")
+LIBRARY.impl("w4a16_matmul", _w4a16_cpu, "CPU")
+LIBRARY.impl("int4_matmul", _product_cpu(4), "CPU")
+LIBRARY.impl("int8_matmul", _product_cpu(8), "CPU")
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------
@@ -161,6 +230,31 @@ def _product_cuda(
     return product_kernels.product(codes, token_scale, weight_packed, weight_scale, bias, dtype)
 
 
-_LIBRARY.impl("quantize_rows", _quantize_rows_cuda, "CUDA")
-_LIBRARY.impl("int4_matmul", _product_cuda, "CUDA")
-_LIBRARY.impl("int8_matmul", _product_cuda, "CUDA")
+def _rmsnorm_quantize_cuda(
+    x: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    bits: int,
+    clip_ratio: float,
+    group_size: int | None,
+    planar: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from rotaquant.ops import quantize_kernels
+
+    codes, scale, total = quantize_kernels.rmsnorm_quantize(x, residual, eps, bits, clip_ratio, group_size, planar)
+    return codes, scale, x.clone() if residual is None else total
+
+
+def _w4a16_cuda(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    if x.element_size() != 2:
+        return _w4a16_cpu(x, weight_packed, weight_scale, bias)
+    from rotaquant.ops import weight_only_kernels
+
+    return weight_only_kernels.product(x, weight_packed, weight_scale, bias)
+
+
+LIBRARY.impl("quantize_rows", _quantize_rows_cuda, "CUDA")
+LIBRARY.impl("rmsnorm_quantize", _rmsnorm_quantize_cuda, "CUDA")
+LIBRARY.impl("w4a16_matmul", _w4a16_cuda, "CUDA")
+LIBRARY.impl("int4_matmul", _product_cuda, "CUDA")
+LIBRARY.impl("int8_matmul", _product_cuda, "CUDA")

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rotaquant.errors import RotaquantError
+from rotaquant.ops import tuned_plans
 from rotaquant.ops.device_features import inline_assembly, programmatic_launch
 from rotaquant.ops.product_plans import Plan, Problem, choose
 
@@ -289,7 +290,7 @@ def _fetch_ahead(w, pn, N, H, BN: tl.constexpr, LINES: tl.constexpr):
     if LINES > 0:
         start = (pn * BN).to(tl.int64) * H
         offset = start + tl.arange(0, LINES) * 128
-        offset = tl.minimum(offset, N.to(tl.int64) * H - 1)
+        offset = tl.minimum(offset, tl.cast(N, tl.int64) * H - 1)
         tl.inline_asm_elementwise(
             "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [w + offset], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -396,7 +397,8 @@ def product(
         return out
     groups = max(token_scale.shape[1], weight_scale.shape[1])
     problem = Problem(tokens=tokens, outputs=outputs, plane=plane, packed=planes == 2, groups=groups)
-    plan = plan or choose(problem, codes.device, out.element_size())
+    size = out.element_size()
+    plan = plan or tuned_plans.lookup(problem, codes.device, size) or choose(problem, codes.device, size)
     operands = (
         weight_packed.view(torch.uint8),
         codes,

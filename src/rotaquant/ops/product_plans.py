@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -46,24 +46,41 @@ class Plan:
         return -(-problem.outputs // self.outputs) * -(-problem.tokens // self.tokens)
 
 
-_MANY = Plan(kernel="tma", outputs=128, tokens=128, bytes=64, warps=4, stages=4)
+# Measured on an H200. "Wide" and "narrow" count tiles of 64 outputs against multiprocessors.
 _SINGLE = Plan(kernel="dot", outputs=16, tokens=1, bytes=512, warps=4, stages=3, lines=256)
-_FEW_NARROW = Plan(kernel="sliced", outputs=32, tokens=16, bytes=128, warps=4, stages=4, slices=4, lines=256)
+_FEW_NARROW = Plan(kernel="sliced", outputs=32, tokens=16, bytes=128, warps=2, stages=4, slices=2, lines=512)
+_FEW_NARROW_LONG = Plan(kernel="sliced", outputs=32, tokens=16, bytes=128, warps=4, stages=4, slices=4, lines=256)
 _FEW_WIDE = Plan(kernel="tile", outputs=64, tokens=16, bytes=128, warps=4, stages=5)
+_SOME_NARROW = Plan(kernel="tile", outputs=64, tokens=64, bytes=128, warps=4, stages=4)
+_SOME_WIDE = Plan(kernel="tma", outputs=128, tokens=64, bytes=128, warps=4, stages=4)
+_MORE_NARROW = Plan(kernel="tma", outputs=64, tokens=64, bytes=128, warps=4, stages=5)
+_MORE = Plan(kernel="tma", outputs=128, tokens=64, bytes=128, warps=4, stages=4)
+_MANY = Plan(kernel="tma", outputs=128, tokens=128, bytes=64, warps=4, stages=4)
+_MANY_WIDE = Plan(kernel="tma", outputs=128, tokens=256, bytes=128, warps=8, stages=3)
+
+_WIDE_ROW = 4096  # bytes of a row of weights from which tiles of 256 tokens pay
+_LONG = 12288  # bytes of a row of weights from which splitting K in four pays
 
 
 def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
-    """The plan for a problem on `device`, whose outputs take `out_bytes` each."""
+    """The standard plan for a problem on `device`, whose outputs take `out_bytes` each."""
     if problem.groups > 1:
         return _grouped(problem)
+    wide = problem.outputs >= 64 * 2 * multiprocessors(device)
     if problem.tokens <= 2:
-        return _SINGLE
+        # A narrow layer has too few programs to hide the start of its rows, so it asks for them ahead.
+        return replace(_SINGLE, lines=0) if wide else _SINGLE
     if problem.tokens <= 16:
-        # A layer with fewer tiles than two a multiprocessor leaves most of them idle unless K is sliced.
-        narrow = problem.outputs < 128 * multiprocessors(device)
-        return _FEW_NARROW if narrow else _FEW_WIDE
-    if problem.tokens > 64 and _copies_by_descriptor(problem, device, out_bytes):
-        return _MANY
+        if wide:
+            return _FEW_WIDE
+        return _FEW_NARROW_LONG if problem.plane >= _LONG else _FEW_NARROW
+    if _copies_by_descriptor(problem, device, out_bytes):
+        if problem.tokens <= 64:
+            return _SOME_WIDE if wide else _SOME_NARROW
+        if problem.tokens <= 512:
+            return _MORE if wide else _MORE_NARROW
+        large = problem.outputs * problem.tokens >= 128 * 256 * 4 * multiprocessors(device)
+        return _MANY_WIDE if large and problem.plane >= _WIDE_ROW else _MANY
     tokens = next(size for size in (32, 64, 128) if problem.tokens <= size or size == 128)
     return Plan(kernel="tile", outputs=64, tokens=tokens, bytes=128 if tokens < 128 else 64, warps=4, stages=4)
 

@@ -6,8 +6,12 @@ enough for every partial sum to be an integer below 2**24, and the stretches are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _FLOAT32_EXACT = 1 << 24
 
@@ -87,6 +91,15 @@ def _saturating_half(x: Tensor) -> Tensor:
     return x.clamp(-limit, limit).to(torch.float16)
 
 
+# --- norms -----------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """Rows divided by their root mean square, in the dtype of x: computed in `compute_dtype`, as stock norms do."""
+    wide = x.to(compute_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 # --- rotations -------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +139,28 @@ def mix_rows(x: Tensor, matrix: Tensor, shards: int = 1) -> Tensor:
     stretches = x.to(compute).unflatten(-1, (shards, matrix.shape[0], -1))
     return torch.matmul(matrix.to(compute).mT, stretches).flatten(-3)
 
+
+def rotate_by_factors(x: Tensor, left: Tensor, right: Tensor | None, norm: float) -> Tensor:
+    """norm * left X (H_C ⊗ right), each row of x as X `[A, C*B]`: the rotations of `factors`, in `compute_dtype`.
+
+    `left` `[A, A]`, `right` `[B, B]` and H_C Sylvester's matrix; without `right`, norm * left X.
+    """
+    compute = compute_dtype(x.dtype)
+    tile = x.to(compute).unflatten(-1, (left.shape[0], -1))
+    tile = torch.matmul(left.to(compute), tile)
+    if right is not None:
+        chunks = tile.unflatten(-1, (-1, right.shape[0])) @ right.to(compute)
+        butterflies = _sylvester(chunks.shape[-2], compute, x.device) * chunks.shape[-2] ** 0.5
+        tile = torch.matmul(butterflies, chunks).flatten(-2)
+    return tile.flatten(-2) * norm
+
+
+# Gates of feed-forward layers. "gelu_tanh" is gelu by its tanh formula.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu": functional.gelu,
+}
 
 _SYLVESTER_TILE = 64
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rotaquant.architectures import Architecture, Experts
+from rotaquant.runtime.gated_mlp import activation_of, has_hooks
+from rotaquant.runtime.linear import QuantizedLinear
 
 
 class SeparateExperts(nn.Module):
@@ -45,6 +47,8 @@ class SeparateExperts(nn.Module):
         gating = copy.copy(stock)
         gating._parameters = {}
         self._gating = (gating,)
+        gates: Any = gating
+        self.activation = activation_of(gates._apply_gate)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens `[n, hidden]` through the experts `[n, k]` chosen for them, summed by their weights `[n, k]`.
@@ -57,7 +61,6 @@ class SeparateExperts(nn.Module):
         order = chosen.argsort(stable=True)
         tokens = order % max(1, hidden_states.shape[0])
         weights = top_k_weights.T.flatten()[order].unsqueeze(-1)
-        gating: Any = self._gating[0]
         start = 0
         # One transfer from the device for all experts, where asking each for its tokens would wait for it every time.
         for index, count in enumerate(torch.bincount(chosen, minlength=self.count + 1).tolist()[: self.count]):
@@ -66,10 +69,20 @@ class SeparateExperts(nn.Module):
             stretch = slice(start, start + count)
             start += count
             rows = tokens[stretch]
-            gated = gating._apply_gate(self.gate_up[index](hidden_states[rows]))
-            weighted = self.down[index](gated) * weights[stretch]
+            weighted = self._expert(index, hidden_states[rows]) * weights[stretch]
             output.index_add_(0, rows, weighted.to(output.dtype))
         return output
+
+    def _expert(self, index: int, x: Tensor) -> Tensor:
+        """Tokens `[n, hidden]` through one expert."""
+        gate_up, down = self.gate_up[index](x), self.down[index]
+        # The gate's copy runs it wherever it is not the kernels' own, or someone watches what goes into down.
+        if self.activation is not None and isinstance(down, QuantizedLinear) and not has_hooks(down):
+            if down.gates_on_kernels(gate_up) and not torch.is_autocast_enabled(x.device.type):
+                gate, up = gate_up.chunk(2, dim=-1)
+                return down.forward_gated(gate, up, self.activation)
+        gating: Any = self._gating[0]
+        return down(gating._apply_gate(gate_up))
 
     def extra_repr(self) -> str:
         """The number of experts, for `print(model)`."""

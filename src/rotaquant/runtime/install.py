@@ -8,8 +8,10 @@ from transformers import PreTrainedModel
 from rotaquant.architectures import Architecture, describe
 from rotaquant.runtime.attention import install_attention
 from rotaquant.runtime.experts import unstack_experts
+from rotaquant.runtime.gated_mlp import gate_on_kernels
 from rotaquant.runtime.layout import ModelLayout, require_consistent
 from rotaquant.runtime.linear import QuantizedLinear
+from rotaquant.runtime.shared_input import share_inputs
 from rotaquant.runtime.structure import reshape_block, reshape_ends, take_key_bias
 
 
@@ -27,6 +29,9 @@ def install(model: PreTrainedModel, layout: ModelLayout) -> Architecture:
             assert isinstance(linear, nn.Linear)
             quantized = QuantizedLinear.empty_like(linear, layout.linear(block, path), layout.torch_scale_dtype())
             module.set_submodule(path, quantized)
+        for site in block.sites:
+            share_inputs(module.get_submodule(path) for path in site)
+        gate_on_kernels(module, block)
     reshape_ends(model, architecture, layout)
     install_attention(model, architecture, layout)
     return architecture

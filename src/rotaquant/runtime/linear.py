@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rotaquant.hadamard import Factorisation, base_matrix
-from rotaquant.ops import int4_matmul, int8_matmul, packing, quantize_rows, reference
-from rotaquant.ops.library import triton_missing
+from rotaquant.ops import packing, reference
+from rotaquant.ops.factors import Factors
 from rotaquant.quantization.weights import QuantizedWeight
 from rotaquant.rotation.plan import HeadMix
+from rotaquant.runtime import kernel_path
+from rotaquant.runtime.kernel_path import KernelWeight
 from rotaquant.runtime.layout import LinearLayout
+
+if TYPE_CHECKING:
+    from rotaquant.runtime.shared_input import SharedInput
 
 
 class QuantizedLinear(nn.Module):
@@ -53,8 +58,11 @@ class QuantizedLinear(nn.Module):
             self.register_buffer("weight_scale", torch.ones(self.out_features, groups, dtype=scale_dtype))
             self.register_buffer("weight_shape", torch.tensor(shape, dtype=torch.int64))
         self.register_buffer("bias", torch.zeros(self.out_features, dtype=dtype) if bias else None)
+        self.shared_input: SharedInput | None = None
         self._transform_matrix: Tensor | None = None
-        self._widened: Tensor | None = None
+        self._factors: Factors | None = None
+        self._factors_are_for: tuple[torch.device, torch.dtype] | None = None
+        self._widened: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def empty_like(cls, linear: nn.Linear, layout: LinearLayout, scale_dtype: torch.dtype) -> QuantizedLinear:
@@ -87,6 +95,7 @@ class QuantizedLinear(nn.Module):
         device = weight.codes.device
         del self.rotated_weight
         self.layout = layout
+        self.shared_input = None
         self.register_buffer("weight_packed", packing.pack_weight(weight.codes, layout.weights.bits))
         self.register_buffer("weight_scale", weight.scale)
         shape = torch.tensor((self.out_features, self.in_features), dtype=torch.int64, device=device)
@@ -104,11 +113,13 @@ class QuantizedLinear(nn.Module):
         return reference.dequantize_groups(self.codes(), self.weight_scale, dtype)
 
     def prepare(self, device: torch.device) -> None:
-        """Make the matrix of the online rotation, which is computed and not stored, for `device`."""
+        """Make the matrices of the online rotation, which are computed and not stored, for `device`."""
         transform = self.layout.transform
         if transform is not None:
             matrix = transform.matrix() if isinstance(transform, HeadMix) else base_matrix(transform)
             self._transform_matrix = matrix.to(device)
+            if device.type == "cuda":
+                self._make_factors(device, self.weight.dtype)
 
     def rotate_input(self, x: Tensor) -> Tensor:
         """The input as the product sees it: rotated online (in at least float32) where the layout says so."""
@@ -126,21 +137,24 @@ class QuantizedLinear(nn.Module):
         """`[..., in]` -> `[..., out]` in the dtype of x."""
         # Autocast would turn the exact products into bfloat16 ones.
         with torch.autocast(x.device.type, enabled=False):
-            return self._forward(x)
+            if not self.runs_on_kernels(x):
+                return self._forward(x)
+            shared = None if self.shared_input is None else self.shared_input.output_of(self, x)
+            return self.multiply_on_kernels(x, self.kernel_weight()) if shared is None else shared
+
+    # --- the definition ---
 
     def _forward(self, x: Tensor) -> Tensor:
         dtype = x.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        x = self.rotate_input(x)
         weights, activations = self.layout.weights, self.layout.activations
         if activations is None:
-            return functional.linear(x.to(dtype), self.float_weight(dtype), bias)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return functional.linear(self._rotated(x), self.float_weight(dtype), bias)
         assert isinstance(activations.clip_ratio, float)
-        if weights is not None and self._has_kernel(x, dtype):
-            out = self._product_by_kernel(x.flatten(0, -2), dtype)
-            return out.unflatten(0, x.shape[:-1])
+        x = self.rotate_input(x)
         codes, scale = reference.quantize_rows(x, activations.bits, activations.clip_ratio, activations.group_size)
         if weights is None:
+            bias = None if self.bias is None else self.bias.to(dtype)
             x = reference.dequantize_groups(codes, scale, dtype)
             return functional.linear(x, self.float_weight(dtype), bias)
         out = reference.quantized_matmul(
@@ -154,33 +168,88 @@ class QuantizedLinear(nn.Module):
             out = out + self.bias.to(out.dtype)
         return out.to(dtype).unflatten(0, x.shape[:-1])
 
-    def _has_kernel(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the integer product of this input runs on a kernel; float64 is for checking, on the definition."""
-        if not x.is_cuda or dtype == torch.float64 or x.numel() == 0 or triton_missing() is not None:
+    def _rotated(self, x: Tensor) -> Tensor:
+        """The rotated input in its own dtype, for a float product."""
+        factors = self.kernel_factors(x) if kernel_path.kernels_run_on(x) else None
+        if factors is None:
+            return self.rotate_input(x).to(x.dtype)
+        return kernel_path.rotate(x.flatten(0, -2), factors).unflatten(0, x.shape[:-1])
+
+    # --- on kernels ---
+
+    def runs_on_kernels(self, x: Tensor) -> bool:
+        """Whether the product with this input does."""
+        if not kernel_path.kernels_run_on(x) or not kernel_path.has_product(self.layout, self.in_features):
             return False
-        weights, activations = self.layout.weights, self.layout.activations
-        assert weights is not None and activations is not None
-        sizes = {fmt.group_size for fmt in (weights, activations) if fmt.group_size}
-        # Planes of groups lie side by side only where groups are whole words of packed weights.
-        return all(size % 8 == 0 for size in sizes) and self.in_features <= 65536
+        # Floats meet 4-bit weights in half precision.
+        return self.layout.activations is not None or x.element_size() == 2
 
-    def _product_by_kernel(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        weights, activations = self.layout.weights, self.layout.activations
-        assert weights is not None and activations is not None and isinstance(activations.clip_ratio, float)
-        planar = weights.bits <= 4
-        codes, scale = quantize_rows(x, activations.bits, activations.clip_ratio, activations.group_size, planar)
-        matmul = int4_matmul if planar else int8_matmul
-        return matmul(codes, scale, self._packed_for_kernel(), self.weight_scale, self.bias, dtype)
+    def multiply_on_kernels(self, x: Tensor, weight: KernelWeight) -> Tensor:
+        """The product of an input `[..., in]` with `weight`: its own, or its own and those of others that read x."""
+        rows = x.flatten(0, -2)
+        factors = self.kernel_factors(x)
+        if factors is None:
+            rows = self.rotate_input(rows)
+            rows = rows.to(x.dtype) if self.layout.activations is None else rows
+        encoded = kernel_path.encode(rows, self.layout, factors)
+        return kernel_path.multiply(encoded, weight, self.layout, x.dtype).unflatten(0, x.shape[:-1])
 
-    def _packed_for_kernel(self) -> Tensor:
-        """The weight in the 4 or 8 bits that kernels read: as stored, or widened once where it has other bits."""
+    def gates_on_kernels(self, x: Tensor) -> bool:
+        """Whether `forward_gated` takes inputs like x, of its device and dtype."""
+        if self.layout.activations is None or not self.runs_on_kernels(x):
+            return False
+        return self.kernel_factors(x) is not None
+
+    def forward_gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """`forward` of act(gate) * up, both `[..., in]`: gated, rotated and quantized in one go.
+
+        `activation` is "silu", "gelu_tanh" or "gelu". Only where `gates_on_kernels`.
+        """
+        with torch.autocast(gate.device.type, enabled=False):
+            factors = self.kernel_factors(gate)
+            assert factors is not None
+            rows = gate.flatten(0, -2), up.flatten(0, -2)
+            encoded = kernel_path.encode_gated(*rows, activation, self.layout, factors)
+            out = kernel_path.multiply(encoded, self.kernel_weight(), self.layout, gate.dtype)
+            return out.unflatten(0, gate.shape[:-1])
+
+    def kernel_factors(self, x: Tensor) -> Factors | None:
+        """The online rotation as kernels apply it to inputs like x, `None` where there is none or they cannot."""
+        if self.layout.transform is None:
+            return None
+        if self._factors_are_for != (x.device, x.dtype):
+            self._make_factors(x.device, x.dtype)
+        return self._factors
+
+    def _make_factors(self, device: torch.device, dtype: torch.dtype) -> None:
+        assert self.layout.transform is not None
+        self._factors = kernel_path.factors_on(self.layout.transform, self.in_features, device, dtype)
+        self._factors_are_for = (device, dtype)
+
+    def kernel_weight(self) -> KernelWeight:
+        """The weight as kernels read it."""
+        return KernelWeight(self.packed_for_kernels(), self.weight_scale, self.bias)
+
+    def packed_for_kernels(self) -> Tensor:
+        """The codes in 4 or 8 bits: as stored, or widened once where they have other bits."""
         assert self.layout.weights is not None
-        bits = self.layout.weights.bits
-        if bits in {4, 8}:
+        bits = kernel_path.kernel_bits(self.layout.weights)
+        if bits == self.layout.weights.bits:
             return self.weight_packed
-        if self._widened is None or self._widened.device != self.weight_packed.device:
-            self._widened = packing.pack_weight(self.codes(), 4 if bits < 4 else 8)
-        return self._widened
+        if self._widened is None or self._widened[0] is not self.weight_packed:
+            self._widened = self.weight_packed, packing.pack_weight(self.codes(), bits)
+        return self._widened[1]
+
+    def move_weight(self, packed: Tensor, scale: Tensor) -> None:
+        """Keep the weight in other memory, which holds the same: `packed` as `packed_for_kernels`, and `scale`."""
+        assert self.layout.weights is not None
+        if kernel_path.kernel_bits(self.layout.weights) == self.layout.weights.bits:
+            self.weight_packed = packed
+        else:
+            self._widened = self.weight_packed, packed
+        self.weight_scale = scale
+
+    # --- as a module ---
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> QuantizedLinear:
         # Codes were taken against the scales as stored: a cast of the model must not change them.
@@ -189,7 +258,16 @@ class QuantizedLinear(nn.Module):
         moved = self._buffers.get("weight_scale")
         if stored is not None and moved is not None and moved.dtype != stored.dtype:
             self._buffers["weight_scale"] = stored.to(moved.device)
+        # Now, not in the next forward pass: that one may be traced by torch.compile.
+        if self._transform_matrix is not None and not self.weight.is_meta:
+            self._transform_matrix = self._transform_matrix.to(self.weight.device)
+            if self.weight.is_cuda:
+                self._make_factors(self.weight.device, self.weight.dtype)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._widened = None  # made of codes that are written over
+        super()._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Formats and transform, for `print(model)`."""

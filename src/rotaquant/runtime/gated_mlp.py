@@ -1,0 +1,164 @@
+"""Gated feed-forward parts on kernels: act(gate) * up, down's rotation and its quantization become one operation.
+
+Whether a stock module gates that way, and with which activation, is found out by trial: the module runs with stand-ins
+for its linears, and has to give what the gate of that activation gives, to the bit and in every dtype. So a clamp, a
+multiplier or a rounding of its own, of whichever model, keeps a module as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotaquant.architectures import Block, Mlp
+from rotaquant.ops.reference import ACTIVATIONS
+from rotaquant.runtime.linear import QuantizedLinear
+
+_TRIAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TRIAL_SHAPE = (64, 96)
+
+
+def activation_of(gate: Callable[[Tensor], Tensor | None]) -> str | None:
+    """The activation, by its name in `reference.ACTIVATIONS`, with which `gate` makes act(gate) * up.
+
+    `gate` takes both side by side, `[n, 2 w]` -> `[n, w]`. `None` where it does anything else.
+    """
+    trials = [_trial_input(dtype) for dtype in _TRIAL_DTYPES]
+    try:
+        with torch.no_grad():
+            outcomes = [gate(trial.clone()) for trial in trials]
+    # A module that wants more than stand-ins give it cannot be told; it runs as it is.
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
+    for name, activation in ACTIVATIONS.items():
+        if all(_is_gated(outcome, trial, activation) for outcome, trial in zip(outcomes, trials, strict=True)):
+            return name
+    return None
+
+
+def _trial_input(dtype: torch.dtype) -> Tensor:
+    rows, columns = _TRIAL_SHAPE
+    # Close together where activations bend, and far out too, where clamps would show.
+    spread = torch.linspace(-1, 1, rows * columns, device="cpu") ** 3
+    gate, up = 60 * spread.view(rows, columns), 80 * spread.view(columns, rows).T
+    return torch.cat((gate, up), dim=-1).to(dtype)
+
+
+def _is_gated(outcome: Tensor | None, trial: Tensor, activation: Callable[[Tensor], Tensor]) -> bool:
+    gate, up = trial.chunk(2, dim=-1)
+    return isinstance(outcome, Tensor) and outcome.dtype == trial.dtype and torch.equal(outcome, activation(gate) * up)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gating:
+    """How a module gates: its linears by name, its activation's name, and which other modules it had in the trial."""
+
+    inputs: tuple[str, ...]
+    down: str
+    activation: str
+    others: tuple[tuple[str, type], ...]
+
+
+class GatedMlp(nn.Module):
+    """What a stock feed-forward module becomes, in place: its forward on kernels where all is as in the trial."""
+
+    gating: Gating
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`[..., hidden]` -> `[..., hidden]`; where anything is out of the ordinary, as the stock module does it."""
+        if kwargs or len(args) != 1 or not self._gates_on_kernels(args[0]):
+            return super().forward(*args, **kwargs)
+        modules: dict[str, Any] = self._modules
+        parts = [modules[name](args[0]) for name in self.gating.inputs]
+        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+        return modules[self.gating.down].forward_gated(gate, up, self.gating.activation)
+
+    def _gates_on_kernels(self, x: Tensor) -> bool:
+        gating, modules = self.gating, self._modules
+        down = modules[gating.down]
+        if not isinstance(down, QuantizedLinear) or not down.gates_on_kernels(x):
+            return False
+        if torch.is_autocast_enabled(x.device.type) or has_hooks(down):
+            return False
+        return all(isinstance(modules[name], QuantizedLinear) for name in gating.inputs) and all(
+            type(modules[name]) is kind and not has_hooks(modules[name]) for name, kind in gating.others
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, where pickle would not find it.
+        return _revive, (type(self).__mro__[2],), self.__dict__.copy()
+
+
+def has_hooks(module: nn.Module | None) -> bool:
+    """Whether a call of the module does more than its class says: hooks, or a forward of its own."""
+    if module is None:
+        return False
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in module.__dict__
+
+
+@cache
+def _gated_class(stock: Any) -> Any:
+    return type(stock.__name__, (GatedMlp, stock), {"__doc__": stock.__doc__})
+
+
+def _revive(stock: Any) -> Any:
+    made = _gated_class(stock)
+    return made.__new__(made)
+
+
+def gate_on_kernels(module: nn.Module, block: Block) -> None:
+    """Let the feed-forward parts of a block, whose linears are quantized, gate on kernels where they can."""
+    for mlp in block.mlps:
+        parent, _, down = mlp.down.rpartition(".")
+        inputs = tuple(path.removeprefix(f"{parent}.") for path in mlp.inputs)
+        owner: Any = module.get_submodule(parent)
+        if not parent or any(name not in owner._modules for name in (*inputs, down)) or isinstance(owner, GatedMlp):
+            continue
+        activation = activation_of(partial(_run_trial, owner, inputs, down)) if _is_gated_shape(module, mlp) else None
+        if activation is not None:
+            linears = {*inputs, down}
+            others = tuple((name, type(child)) for name, child in owner._modules.items() if name not in linears)
+            owner.gating = Gating(inputs=inputs, down=down, activation=activation, others=others)
+            owner.__class__ = _gated_class(owner.__class__)
+
+
+def _is_gated_shape(module: nn.Module, mlp: Mlp) -> bool:
+    outputs: list[Any] = [module.get_submodule(path).out_features for path in mlp.inputs]
+    return sum(outputs) == 2 * mlp.width and len(outputs) <= 2
+
+
+def _run_trial(owner: nn.Module, inputs: tuple[str, ...], down: str, gate_up: Tensor) -> Tensor | None:
+    """What `owner` hands to `down` when its input linears give `gate_up`; `None` if it does more than call them."""
+    given = (gate_up,) if len(inputs) == 1 else gate_up.chunk(2, dim=-1)
+    x, out = gate_up.new_ones(1), gate_up.new_ones(1)
+    stand_ins = {name: _StandIn(part) for name, part in zip((*inputs, down), (*given, out), strict=True)}
+    trial = copy.copy(owner)
+    trial._modules = {**owner._modules, **stand_ins}
+    called_right = trial.forward(x) is out and all(len(one.seen) == 1 for one in stand_ins.values())
+    if not called_right or any(stand_ins[name].seen[0] is not x for name in inputs):
+        return None
+    return stand_ins[down].seen[0]
+
+
+class _StandIn(nn.Module):
+    """In a trial, in place of a linear: gives what it was given, and keeps what it sees."""
+
+    def __init__(self, gives: Tensor) -> None:
+        super().__init__()
+        self.gives = gives
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Whatever comes, the same goes out."""
+        self.seen.append(x)
+        return self.gives

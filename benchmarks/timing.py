@@ -120,9 +120,10 @@ def _replay(graph: torch.cuda.CUDAGraph, times: int) -> list[float]:
 def copy_bandwidth() -> float:
     """Bytes a microsecond that a copy within the device's memory reads and writes."""
     size = _COPIED_BYTES if device().type == "cuda" else 1 << 20
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device())
+    source = torch.randn(size // 4, device=device())
     target = torch.empty_like(source)
-    timing, _ = measure([lambda: target.copy_(source)] * 4)
+    # By a kernel: a copy captured as such runs on the copy engines, at two thirds of the speed.
+    timing, _ = measure([lambda: torch.add(source, 1.0, out=target)] * 4)
     return 2 * size / timing.us
 
 

@@ -55,10 +55,10 @@ _SOME_NARROW = Plan(kernel="tile", outputs=64, tokens=64, bytes=128, warps=4, st
 _SOME_WIDE = Plan(kernel="tma", outputs=128, tokens=64, bytes=128, warps=4, stages=4)
 _MORE_NARROW = Plan(kernel="tma", outputs=64, tokens=64, bytes=128, warps=4, stages=5)
 _MORE = Plan(kernel="tma", outputs=128, tokens=64, bytes=128, warps=4, stages=4)
-_MANY = Plan(kernel="tma", outputs=128, tokens=128, bytes=64, warps=4, stages=4)
+_MANY = Plan(kernel="tma", outputs=128, tokens=128, bytes=64, warps=4, stages=4, band=16)
 _MANY_WIDE = Plan(kernel="tma", outputs=128, tokens=256, bytes=128, warps=8, stages=3)
 
-_WIDE_ROW = 4096  # bytes of a row of weights from which tiles of 256 tokens pay
+_LARGEST = 1 << 29  # outputs of a product from which tiles of 256 tokens pay
 _LONG = 12288  # bytes of a row of weights from which splitting K in four pays
 
 
@@ -79,8 +79,8 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
             return _SOME_WIDE if wide else _SOME_NARROW
         if problem.tokens <= 512:
             return _MORE if wide else _MORE_NARROW
-        large = problem.outputs * problem.tokens >= 128 * 256 * 4 * multiprocessors(device)
-        return _MANY_WIDE if large and problem.plane >= _WIDE_ROW else _MANY
+        # The larger tile reads less and fills a device worse: it wins on the very largest products alone.
+        return _MANY_WIDE if problem.outputs * problem.tokens >= _LARGEST else _MANY
     tokens = next(size for size in (32, 64, 128) if problem.tokens <= size or size == 128)
     return Plan(kernel="tile", outputs=64, tokens=tokens, bytes=128 if tokens < 128 else 64, warps=4, stages=4)
 

@@ -125,16 +125,6 @@ def _tile(
 
 
 @triton.jit
-def _fetch_row(x, row, rows, x_step, columns, LINES: tl.constexpr):
-    """Ask the L2 cache for a row, of columns of 16 bits, while another is worked on."""
-    line = tl.minimum(tl.arange(0, LINES) * 64, columns - 1)
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l", [x + tl.minimum(row, rows - 1) * x_step + line], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _left_block(left, i: tl.constexpr, j: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, AP: tl.constexpr):
     """A block of `left` `[AP, AP]`: rows of the result from j on, columns from i on."""
     row = j + tl.arange(0, HEIGHT)[:, None]
@@ -236,7 +226,7 @@ def _rotate(
     x, up, left, right, out, scales, rows, x_stride, up_stride, out_stride, A, rest, width, plane, norm, clip_ratio,
     ACTIVATION: tl.constexpr, WORDS: tl.constexpr, bits: tl.constexpr, planar: tl.constexpr, RIGHT: tl.constexpr,
     APART: tl.constexpr, A0: tl.constexpr, A1: tl.constexpr, C: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
-    LINES: tl.constexpr, LOW: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    LOW: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # `bits` is 0 where the result is stored as it is.
     block00 = _left_block(left, 0, 0, A0, A0, A0 + A1)
@@ -252,10 +242,6 @@ def _rotate(
     # More than 2**31 elements are addressed by products in 64 bits.
     x_step, up_step, out_step = tl.cast(x_stride, tl.int64), tl.cast(up_stride, tl.int64), tl.cast(out_stride, tl.int64)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        if LINES > 0:
-            _fetch_row(x, row + tl.num_programs(0), rows, x_step, A * rest, LINES)
-            if ACTIVATION > 0:
-                _fetch_row(up, row + tl.num_programs(0), rows, up_step, A * rest, LINES)
         x0 = _tile(x + row * x_step, up + row * up_step, A, rest, 0, A0, C * B, ACTIVATION, WORDS, ASM)
         y0 = _dot(block00, x0, ASM)
         if A1 > 0:
@@ -316,7 +302,7 @@ def choose(tile: tuple[int, int]) -> RotationPlan:
     """The plan for rows that are tiles of that padded shape; measured on an H200."""
     values = tile[0] * tile[1]
     if values <= 8192:
-        return RotationPlan(warps=4, stages=1, resident=4, registers=128)
+        return RotationPlan(warps=4, stages=2, resident=4, registers=128)
     if values <= 12288:
         return RotationPlan(warps=8, stages=3, resident=1)
     if values <= 16384:
@@ -385,13 +371,12 @@ def _launch(
     words = asm and rest % 2 == 0 and by_words(x, other)
     plan = plan or choose((left.shape[0], butterflies * tile))
     programs = min(rows, multiprocessors(x.device) * plan.resident) if asm else rows
-    lines = triton.next_power_of_2(triton.cdiv(columns, 64)) if asm and rows > programs else 0
     below = bits > 0 and reaches_below(bits, clip_ratio)
     _rotate[(programs,)](
         x, other, left, left if right is None else right, out, x if scales is None else scales,
         rows, x.stride(0), other.stride(0), out.stride(0), order, rest, tile if right is None else right.shape[0],
         packing.plane_columns(columns, planar), norm, clip_ratio,
         ACTIVATIONS[activation], words, bits, planar, right is not None, planar and whole,
-        *left_parts(order), butterflies, tile, plan.stages, lines, below,
+        *left_parts(order), butterflies, tile, plan.stages, below,
         asm, pdl, num_warps=plan.warps, maxnreg=plan.registers, launch_pdl=pdl,
     )  # fmt: skip

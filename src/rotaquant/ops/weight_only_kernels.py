@@ -2,8 +2,9 @@
 
 Legend: N outputs, M tokens, K inputs. A byte holds columns 2j (low nibble) and 2j+1 (high nibble), offset by 8; the
 activations are read two columns at a time, so that a tile of bytes meets a tile of even and one of odd columns. For few
-tokens one kernel does it all, limited by the bytes of the weights; up to four go without the matrix unit. For many, the
-weight is widened once to 16 bits and cuBLAS multiplies: there arithmetic is what takes the time, and it is the same.
+tokens one kernel does it all, limited by the bytes of the weights; a single token goes without the matrix unit. For
+many, the weight is widened once to 16 bits and cuBLAS multiplies: there arithmetic is what takes the time, and it is
+the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor
 from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch
 
 FEW_TOKENS = 64
-_SINGLE_TOKENS = 4  # up to which matrix units, made for sixteen, do not pay
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def product(
         # Whole words of weights and pairs of columns; what is added meets zeros.
         x = torch.nn.functional.pad(x, (0, 2 * half - columns)).contiguous()
     pdl = programmatic_launch(x.device)
-    if tokens <= _SINGLE_TOKENS:
+    if tokens == 1:
         words, block = weight_packed.shape[1], 128
         _single[(triton.cdiv(outputs, 16), tokens)](
             weight_packed, x, out, weight_scale, out if bias is None else bias,

@@ -6,6 +6,7 @@ weight of one linear, or of several that read the same input, in one product.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +20,8 @@ from rotaquant.ops.library import triton_missing
 from rotaquant.recipe import IntFormat
 from rotaquant.rotation.plan import HeadMix
 from rotaquant.runtime.layout import LinearLayout
+
+logger = logging.getLogger(__name__)
 
 # Asked once: torch.compile cannot trace the question.
 _TRITON_MISSING = triton_missing()
@@ -73,7 +76,20 @@ def factors_on(
             factors = mix_factors(transform.matrix(), transform.shards, columns)
         else:
             factors = rotation_factors(transform)
+        _tell_what_is_slow(transform, factors, device, dtype)
         return None if factors is None else factors.to(device, dtype)
+
+
+def _tell_what_is_slow(
+    transform: Factorisation | HeadMix, factors: Factors | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Say it where an online rotation has no kernel on a device that has kernels; asked once for each."""
+    if device.type != "cuda" or _TRITON_MISSING is not None:
+        return
+    if factors is None:
+        logger.warning("no kernel applies this rotation, which runs by its definition: %s", transform.describe())
+    elif dtype.itemsize > 2:
+        logger.warning("rotations of %s run by their definition; kernels take a model in bfloat16 or float16", dtype)
 
 
 def rotate(x: Tensor, factors: Factors) -> Tensor:

@@ -13,8 +13,7 @@ of bytes is unpacked there and never written back. Nibbles are left in the upper
 for K below 131072, far above any layer.
 
 Four kernels, chosen by `product_plans`: "tma" for many tokens (tiles copied by descriptor), "tile" for any shape, with
-scales per group too, "sliced" for few tokens (slices of K lie along a batch dimension, so that a narrow layer occupies
-all warps), "dot" for single tokens (four products an instruction, no matrix unit).
+scales per group too, and those of `product_few_kernels`.
 """
 
 from __future__ import annotations
@@ -28,46 +27,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rotaquant.errors import RotaquantError
 from rotaquant.ops import tuned_plans
 from rotaquant.ops.device_features import inline_assembly, programmatic_launch
+from rotaquant.ops.product_few_kernels import product_dot, product_sliced
 from rotaquant.ops.product_plans import Plan, Problem, choose
+from rotaquant.ops.product_units import even_codes, odd_codes, scaled, whole_codes
 
 # 16 * 2**3 * 2**7 * K, and 2**7 * 2**7 * K for 8-bit weights, must stay below 2**31.
 WIDEST_INPUT = 131064
-
-
-@triton.jit
-def _even(packed, ASM: tl.constexpr):
-    """The low nibbles of bytes as signed values, times 16."""
-    if ASM:
-        # (x << 4 & 0xF0) ^ 0x80 on four bytes at once: 0x6A is the truth table of (a & b) ^ c.
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A; }",
-            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        return ((packed << 4) ^ 0x80).to(tl.int8, bitcast=True)
-
-
-@triton.jit
-def _odd(packed, ASM: tl.constexpr):
-    """The high nibbles of bytes as signed values, times 16."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;",
-            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        return ((packed & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
-
-
-@triton.jit
-def _whole(packed, ASM: tl.constexpr):
-    """Bytes offset by 128 as signed values."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "xor.b32 $0, $1, 0x80808080;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
-        )
-    else:
-        return (packed ^ 0x80).to(tl.int8, bitcast=True)
 
 
 @triton.jit
@@ -79,13 +44,6 @@ def _tile_position(N, M, BN: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr)
     first = (pid // band) * BAND
     width = min(across - first, BAND)
     return first + (pid % band) % width, (pid % band) // width
-
-
-@triton.jit
-def _scaled(acc, token_scale, weight_scale, PACKED: tl.constexpr):
-    if PACKED:
-        acc = acc >> 4
-    return (acc.to(tl.float32) * token_scale) * weight_scale
 
 
 @triton.jit
@@ -118,15 +76,15 @@ def _product_tma(
     for k in tl.range(0, H, BK, num_stages=STAGES):
         packed = w.load([pn * BN, k])
         if PACKED:
-            acc = tl.dot(_even(packed, ASM), even.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
-            acc = tl.dot(_odd(packed, ASM), odd.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
+            acc = tl.dot(even_codes(packed, ASM), even.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
+            acc = tl.dot(odd_codes(packed, ASM), odd.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
         else:
-            acc = tl.dot(_whole(packed, ASM), even.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
+            acc = tl.dot(whole_codes(packed, ASM), even.load([pm * BM, k]).T, acc, out_dtype=tl.int32)
     rn = pn * BN + tl.arange(0, BN)
     rm = pm * BM + tl.arange(0, BM)
     t = tl.load(token_scale + rm, mask=rm < M, other=0.0)
     c = tl.load(weight_scale + rn, mask=rn < N, other=0.0).to(tl.float32)
-    result = _scaled(acc, t[None, :], c[:, None], PACKED)
+    result = scaled(acc, t[None, :], c[:, None], PACKED)
     if BIAS:
         result += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
     out.store([pm * BM, pn * BN], result.to(out.dtype).T)
@@ -186,7 +144,7 @@ def _product_tile(
                     acc = _step(wp + k, xp + k, acc, H, size, k, rk, PACKED, EVEN, ASM)
             t = tl.load(tp + group * t_group)
             c = tl.load(cp + group * c_group).to(tl.float32)
-            total += _scaled(acc, t[None, :], c[:, None], PACKED)
+            total += scaled(acc, t[None, :], c[:, None], PACKED)
             wp += size
             xp += size
     else:
@@ -195,7 +153,7 @@ def _product_tile(
             acc = _step(wp, xp, acc, H, H, k, rk, PACKED, EVEN, ASM)
             wp += BK
             xp += BK
-        total = _scaled(acc, tl.load(tp)[None, :], tl.load(cp).to(tl.float32)[:, None], PACKED)
+        total = scaled(acc, tl.load(tp)[None, :], tl.load(cp).to(tl.float32)[:, None], PACKED)
     if BIAS:
         total += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
     op = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
@@ -216,161 +174,10 @@ def _step(wp, xp, acc, H, size, k, rk, PACKED: tl.constexpr, EVEN: tl.constexpr,
             odd = tl.load(xp + H)
         else:
             odd = tl.load(xp + H, mask=(k + rk < size)[:, None], other=0)
-        acc = tl.dot(_even(packed, ASM), even, acc, out_dtype=tl.int32)
-        return tl.dot(_odd(packed, ASM), odd, acc, out_dtype=tl.int32)
+        acc = tl.dot(even_codes(packed, ASM), even, acc, out_dtype=tl.int32)
+        return tl.dot(odd_codes(packed, ASM), odd, acc, out_dtype=tl.int32)
     else:
-        return tl.dot(_whole(packed, ASM), even, acc, out_dtype=tl.int32)
-
-
-@triton.jit
-def _product_sliced(
-    w,
-    x,
-    out,
-    token_scale,
-    weight_scale,
-    bias,
-    N,
-    M,
-    H,
-    PACKED: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    pn = tl.program_id(0)
-    rn = pn * BN + tl.arange(0, BN)
-    rm = tl.program_id(1) * BM + tl.arange(0, BM)
-    rk = tl.arange(0, SLICES)[:, None] * BK + tl.arange(0, BK)[None, :]
-    planes: tl.constexpr = 2 if PACKED else 1
-    if PDL:
-        _fetch_ahead(w, pn, N, H, BN, LINES)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    wp = w + (rn % N).to(tl.int64)[None, :, None] * H + rk[:, None, :]
-    xp = x + (rm % M)[None, None, :] * (planes * H) + rk[:, :, None]
-    acc = tl.zeros((SLICES, BN, BM), tl.int32)
-    for k in tl.range(0, H, BK * SLICES, num_stages=STAGES):
-        if EVEN:
-            packed = tl.load(wp)
-            even = tl.load(xp)
-        else:
-            packed = tl.load(wp, mask=(k + rk < H)[:, None, :], other=0)
-            even = tl.load(xp, mask=(k + rk < H)[:, :, None], other=0)
-        if PACKED:
-            if EVEN:
-                odd = tl.load(xp + H)
-            else:
-                odd = tl.load(xp + H, mask=(k + rk < H)[:, :, None], other=0)
-            acc = tl.dot(_even(packed, ASM), even, acc, out_dtype=tl.int32)
-            acc = tl.dot(_odd(packed, ASM), odd, acc, out_dtype=tl.int32)
-        else:
-            acc = tl.dot(_whole(packed, ASM), even, acc, out_dtype=tl.int32)
-        wp += BK * SLICES
-        xp += BK * SLICES
-    t = tl.load(token_scale + rm, mask=rm < M, other=0.0)
-    c = tl.load(weight_scale + rn, mask=rn < N, other=0.0).to(tl.float32)
-    total = _scaled(tl.sum(acc, 0), t[None, :], c[:, None], PACKED)
-    if BIAS:
-        total += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
-    op = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
-    tl.store(op, total.to(out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
-
-
-@triton.jit
-def _fetch_ahead(w, pn, N, H, BN: tl.constexpr, LINES: tl.constexpr):
-    """Ask for the first lines of a program's weights while its predecessor still runs; weights are nobody's output."""
-    if LINES > 0:
-        start = (pn * BN).to(tl.int64) * H
-        offset = start + tl.arange(0, LINES) * 128
-        offset = tl.minimum(offset, tl.cast(N, tl.int64) * H - 1)
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [w + offset], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _four_products(a, b, acc, ASM: tl.constexpr):
-    """acc plus the dot product of the four signed bytes of two words."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        for byte in tl.static_range(4):
-            acc += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
-        return acc
-
-
-@triton.jit
-def _product_dot(
-    w,
-    x,
-    out,
-    token_scale,
-    weight_scale,
-    bias,
-    N,
-    M,
-    W,
-    PACKED: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    # Here w and x are words of four bytes, W of them a row or plane.
-    pn = tl.program_id(0)
-    m = tl.program_id(1)
-    rn = pn * BN + tl.arange(0, BN)
-    rk = tl.arange(0, BK)
-    planes: tl.constexpr = 2 if PACKED else 1
-    if PDL:
-        if LINES > 0:
-            _fetch_ahead(w.to(tl.pointer_type(tl.uint8)), pn, N, W * 4, BN, LINES)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    wp = w + (rn % N).to(tl.int64)[:, None] * W + rk[None, :]
-    xp = x + m.to(tl.int64) * (planes * W) + rk[None, :]
-    acc = tl.zeros((BN, BK), tl.int32)
-    for k in tl.range(0, W, BK, num_stages=STAGES):
-        if EVEN:
-            packed = tl.load(wp)
-            even = tl.load(xp)
-        else:
-            packed = tl.load(wp, mask=(k + rk < W)[None, :], other=0)
-            even = tl.load(xp, mask=(k + rk < W)[None, :], other=0)
-        even, packed = tl.broadcast(even, packed)
-        if PACKED:
-            if EVEN:
-                odd = tl.load(xp + W)
-            else:
-                odd = tl.load(xp + W, mask=(k + rk < W)[None, :], other=0)
-            odd, packed = tl.broadcast(odd, packed)
-            # As in `_even` and `_odd`, on words: the mask and the sign's flip are one instruction.
-            acc = _four_products(((packed << 4) & -0x0F0F0F10) ^ -0x7F7F7F80, even, acc, ASM)
-            acc = _four_products((packed & -0x0F0F0F10) ^ -0x7F7F7F80, odd, acc, ASM)
-        else:
-            acc = _four_products(packed ^ -0x7F7F7F80, even, acc, ASM)
-        wp += BK
-        xp += BK
-    t = tl.load(token_scale + m)
-    c = tl.load(weight_scale + rn, mask=rn < N, other=0.0).to(tl.float32)
-    total = _scaled(tl.sum(acc, 1), t, c, PACKED)
-    if BIAS:
-        total += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)
-    tl.store(out + m.to(tl.int64) * N + rn, total.to(out.dtype.element_ty), mask=rn < N)
+        return tl.dot(whole_codes(packed, ASM), even, acc, out_dtype=tl.int32)
 
 
 def product(
@@ -449,7 +256,7 @@ def _launch_sliced(problem: Problem, plan: Plan, operands: _Operands, biased: bo
     pdl = programmatic_launch(x.device)
     step = plan.bytes * plan.slices
     grid = (triton.cdiv(problem.outputs, plan.outputs), triton.cdiv(problem.tokens, plan.tokens))
-    _product_sliced[grid](
+    product_sliced[grid](
         *operands, problem.outputs, problem.tokens, problem.plane, problem.packed,
         plan.outputs, plan.tokens, plan.bytes, plan.slices, plan.stages, problem.plane % step == 0, biased,
         inline_assembly(x.device), pdl, plan.lines if pdl else 0,
@@ -461,7 +268,7 @@ def _launch_dot(problem: Problem, plan: Plan, operands: _Operands, biased: bool)
     w, x, *others = operands
     pdl = programmatic_launch(x.device)
     words, step = problem.plane // 4, plan.bytes // 4
-    _product_dot[(triton.cdiv(problem.outputs, plan.outputs), problem.tokens)](
+    product_dot[(triton.cdiv(problem.outputs, plan.outputs), problem.tokens)](
         w.view(torch.int32), x.flatten(1).view(torch.int32), *others,
         problem.outputs, problem.tokens, words, problem.packed,
         plan.outputs, step, plan.stages, words % step == 0, biased,

@@ -79,6 +79,25 @@ def test_inputs_are_left_as_they_were(name: str, device: str) -> None:
         assert torch.equal(was, argument) if isinstance(was, Tensor) else was == argument
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", list(calls("cpu")))
+def test_strides_do_not_matter(name: str, device: str) -> None:
+    operation, arguments = calls(device)[name]
+    expected = operation(*arguments)
+    got = operation(*(_strided(argument) if isinstance(argument, Tensor) else argument for argument in arguments))
+    for one, other in zip(_outputs(expected), _outputs(got), strict=True):
+        assert torch.equal(one, other)
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """The same values, two elements apart."""
+    return torch.stack((tensor, torch.zeros_like(tensor)), dim=-1)[..., 0]
+
+
+def _outputs(result: object) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("columns", [96, 1536, 4864, 11008, 13696, 14336])
 def test_factors_are_the_rotation(columns: int) -> None:
     transform = factor_or_fallback(columns)

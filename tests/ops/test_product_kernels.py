@@ -162,6 +162,25 @@ def test_the_largest_sums_do_not_overflow(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", PLANS)
+def test_operands_may_be_strided(kernel: str, device: str) -> None:
+    data = operands(5, 64, 128, 4, 1, device)
+    strided = {name: torch.stack((tensor, tensor), dim=-1)[..., 0] for name, tensor in data.items()}
+    codes = packing.to_planes(data["codes"], planar=True)
+    packed = packing.pack_weight(data["weight"], 4)
+    got = product(
+        torch.stack((codes, codes), dim=-1)[..., 0],
+        strided["token_scale"],
+        torch.stack((packed, packed), dim=-1)[..., 0],
+        strided["weight_scale"],
+        strided["bias"],
+        torch.float32,
+        PLANS[kernel],
+    )
+    assert torch.equal(got.cpu(), expected(data, 4, True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_no_tokens_give_no_rows(device: str) -> None:
     data = operands(0, 8, 32, 4, 1, device)
     assert run(data, 4, torch.bfloat16, None, True).shape == (0, 8)

@@ -195,6 +195,9 @@ def product(
     `[n, 1 or groups]`; with groups, sums of the groups are scaled and added in float32 in their order. `plan` overrides
     the choice of kernel and tiles.
     """
+    # Kernels know no strides but those of rows that follow one another.
+    codes, token_scale, bias = codes.contiguous(), token_scale.contiguous(), None if bias is None else bias.contiguous()
+    weight_packed, weight_scale = weight_packed.contiguous(), weight_scale.contiguous()
     tokens, planes, plane = codes.shape
     outputs = weight_packed.shape[0]
     if plane * planes > WIDEST_INPUT:

@@ -361,6 +361,7 @@ def _launch(
         raise RotaquantError(f"no kernel rotates rows of {columns} in {x.dtype} by a matrix of order {order}")
     if rows == 0:
         return
+    left, right = left.contiguous(), None if right is None else right.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     other = x if up is None else up if up.stride(1) == 1 else up.contiguous()
     pdl, asm = programmatic_launch(x.device), inline_assembly(x.device)

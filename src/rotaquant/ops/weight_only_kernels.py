@@ -168,6 +168,9 @@ def product(
 
     `weight_scale` is `[n, 1 or groups]`; groups are of whole words of weights. Sums are float32.
     """
+    # Kernels know no strides but those of rows that follow one another.
+    weight_packed, weight_scale = weight_packed.contiguous(), weight_scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     tokens, columns = x.shape
     outputs, groups = weight_scale.shape
     half, size = weight_packed.shape[1] * 4, columns // groups // 2

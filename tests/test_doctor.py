@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,15 @@ import torch
 
 from rotaquant import doctor
 from rotaquant.doctor import Device, examine
+from rotaquant.hadamard import factor_or_fallback
 from rotaquant.ops import dispatch, tuned_plans
+from rotaquant.ops.factors import mix_factors, rotation_factors
 from rotaquant.ops.product_plans import Plan
 from rotaquant.ops.tuned_plans import TunedPlan
+from rotaquant.rotation.plan import plan_head_mix
 from tests.fake_gpu import fake_gpu
 
+ROOT = Path(__file__).resolve().parents[1]
 TILE = Plan(kernel="tile", outputs=32, tokens=16, bytes=64, warps=4, stages=4)
 
 
@@ -88,7 +93,52 @@ def test_on_a_gpu_products_take_the_kernels_of_its_capability(capability: tuple[
 
 
 def test_every_operation_that_torch_knows_is_told_of() -> None:
-    assert set(dispatch.registered_operations()) <= {registered for _, registered in doctor.OPERATIONS.values()}
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("rotaquant::")}
+    told = {registered for _, registered in doctor.OPERATIONS.values()}
+    assert len(names) >= 8 and {name.removeprefix("rotaquant::") for name in names} <= told
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_what_a_kernel_does_not_take_is_told() -> None:
+    with fake_gpu((9, 0)):
+        whys = {operation.name: operation.why for operation in only_device().operations}
+    for name in ("hadamard_quantize", "silu_mul_hadamard_quantize", "gelu_mul_hadamard_quantize"):
+        assert "with group scales" in whys[name] and "rotation" in whys[name] and "codes" in whys[name]
+    for name in ("hadamard", "head_mix", "hadamard_quantize", "silu_mul_hadamard_quantize", "w4a16_matmul"):
+        assert re.search(r"for 16-bit inputs.*float32 models.* run the definition", whys[name])
+    for name in ("int4_matmul", "int8_matmul"):
+        assert whys[name].endswith("only the tile kernel knows group scales")
+
+
+def widths_in(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\b\d{5}\b", text)]
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_widths_that_are_told_to_have_no_kernel_have_none() -> None:
+    with fake_gpu((9, 0)):
+        whys = {operation.name: operation.why for operation in only_device().operations}
+    section = (ROOT / "README.md").read_text().partition("## On a GPU")[2].partition("\n## ")[0]
+    for told in (whys["hadamard"], whys["hadamard_quantize"], whys["silu_mul_hadamard_quantize"], section):
+        widths = [width for width in widths_in(told) if width != 32768]
+        assert {29568, 36864, 53248} <= set(widths)
+        assert [rotation_factors(factor_or_fallback(width)) for width in widths] == [None] * len(widths)
+    assert rotation_factors(factor_or_fallback(32768)) is not None
+    assert "such as 71" in whys["head_mix"] and "71" in section
+    for heads, has_kernel in ((71, False), (9, True), (64, True), (128, True)):
+        mix = plan_head_mix(heads, factor_or_fallback(64), 1)
+        assert mix is not None and (mix_factors(mix.matrix(), 1, heads * 64) is not None) == has_kernel
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_how_many_tokens_a_float_product_takes_is_told() -> None:
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    from rotaquant.ops.weight_only_kernels import FEW_TOKENS
+
+    with fake_gpu((9, 0)):
+        whys = {operation.name: operation.why for operation in only_device().operations}
+    assert f"{FEW_TOKENS} tokens or fewer" in whys["w4a16_matmul"]
+    assert f"up to {FEW_TOKENS} tokens" in (ROOT / "README.md").read_text()
 
 
 def test_notes_on_devices_that_the_kernels_are_not_built_for() -> None:

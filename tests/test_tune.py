@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from rotaquant import tune
-from rotaquant.architectures import describe
+from rotaquant.architectures import Block, describe
+from rotaquant.checkpoint.folder import quantized_config
+from rotaquant.cli import app
 from rotaquant.errors import RotaquantError
 from rotaquant.integrations.transformers import FORMAT_VERSION, RotaquantConfig
 from rotaquant.ops import library, tuned_plans
@@ -21,7 +26,11 @@ from rotaquant.ops.tuning import Bench, Workload
 from rotaquant.recipe import PRESETS, Recipe
 from rotaquant.rotation.plan import plan_rotations
 from rotaquant.runtime import ModelLayout
+from rotaquant.runtime.install import install
+from rotaquant.runtime.layout import LinearLayout
+from rotaquant.runtime.linear import QuantizedLinear
 from rotaquant.tune import LinearShape, ShapeOutcome, model_shapes, parse_rows
+from tests.checkpoint.test_text_only import vision_language_model
 from tests.fake_gpu import fake_gpu
 from tests.tiny_models import save_tiny
 
@@ -106,9 +115,69 @@ def test_shapes_of_a_quantized_model_follow_its_recipe(folder: Path, tmp_path: P
     assert {shape.groups for shape in shapes} == {2}
 
 
+def products_of_the_runtime(folder: Path, layout: ModelLayout) -> set[tuple[str, ...]]:
+    """Which linears are alone and which are one product in the model that is loaded."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    install(model, layout)
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    products = {(module,) if module.shared_input is None else module.shared_input.members for module in linears}
+    return {tuple(names[member] for member in members) for members in products}
+
+
+@pytest.mark.parametrize("what", ["q is wider", "q is skipped", "q has another clip ratio", "all are alike"])
+def test_linears_are_stacked_as_the_runtime_stacks_them(
+    what: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = PRESETS["w4a4kv4-rtn"].model_copy(update={"skip": ("*.q_proj",) if what == "q is skipped" else ()})
+    made = ModelLayout.linear
+
+    def linear(layout: ModelLayout, block: Block, path: str) -> LinearLayout:
+        found = made(layout, block, path)
+        if found.weights is None or found.activations is None or not path.endswith(".q_proj"):
+            return found
+        if what == "q is wider":
+            return replace(found, weights=found.weights.model_copy(update={"bits": 8}))
+        ratio = 0.7 if what == "q has another clip ratio" else found.activations.clip_ratio
+        return replace(found, activations=found.activations.model_copy(update={"clip_ratio": ratio}))
+
+    monkeypatch.setattr(ModelLayout, "linear", linear)
+    path = quantized(folder, tmp_path / "out", recipe)
+    runtime = products_of_the_runtime(folder, quantized_config(path).layout)
+    several = {names for names in runtime if len(names) > 1}
+    stacked = ("q_proj", "k_proj", "v_proj") if what == "all are alike" else ("k_proj", "v_proj")
+    assert several == {stacked, ("gate_proj", "up_proj")}
+    shapes = {(shape.inputs, shape.outputs, shape.packed): shape.linears for shape in model_shapes(path)}
+    assert ((64, 128, True) in shapes) == (what == "all are alike")
+    # A shape is named after the first product that has it: k and v together have that of q.
+    alone = what in {"q has another clip ratio", "all are alike"}
+    assert shapes[64, 64, True] == (("q_proj",) if alone else ("k_proj", "v_proj"))
+    assert shapes.get((64, 64, False)) == (("q_proj",) if what == "q is wider" else None)
+    assert shapes[64, 192, True] == ("gate_proj", "up_proj")
+
+
+def test_the_text_part_of_a_model_that_has_others(tmp_path: Path) -> None:
+    vision_language_model("llava").save_pretrained(tmp_path)
+    with pytest.raises(RotaquantError, match=r"ask for it with --text-only \(text_only=True\)"):
+        model_shapes(tmp_path)
+    assert ("q_proj", "k_proj", "v_proj") in {shape.linears for shape in model_shapes(tmp_path, text_only=True)}
+    report = tune.tune(tmp_path, rows=(16,), text_only=True, bench=bench())
+    assert report.results and report.unfinished == 0
+
+
+def test_the_command_has_the_option_that_its_error_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision_language_model("llava").save_pretrained(tmp_path)
+    monkeypatch.setattr(tune, "open_bench", lambda device: bench())
+    refused = CliRunner().invoke(app, ["tune", str(tmp_path), "--rows", "16"])
+    assert refused.exit_code == 1 and "ask for it with --text-only" in refused.stderr
+    done = CliRunner().invoke(app, ["tune", str(tmp_path), "--rows", "16", "--text-only", "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["results"], done.output
+
+
 def test_a_model_without_integer_products_has_nothing_to_tune(folder: Path, tmp_path: Path) -> None:
     recipe = PRESETS["w4a4kv4-rtn"].model_copy(update={"activations": None})
-    with pytest.raises(RotaquantError, match="nothing to tune"):
+    with pytest.raises(RotaquantError, match=r"nothing to tune; give a model quantized.*such as w4a4kv4"):
         tune.tune(quantized(folder, tmp_path / "out", recipe), bench=bench())
 
 
@@ -198,6 +267,24 @@ def test_without_a_device_or_triton_the_way_out_is_told(folder: Path, monkeypatc
         with pytest.raises(RotaquantError, match="pip install triton"):
             tune.tune(folder)
     assert library.triton_missing is not tune.triton_missing
+
+
+def test_a_wrong_model_is_told_where_there_is_no_gpu_too(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RotaquantError, match=f"^{tmp_path / 'gone'} does not exist"):
+        tune.tune(tmp_path / "gone")
+    with pytest.raises(RotaquantError, match=f"^{tmp_path} is empty$"):
+        tune.tune(tmp_path)
+    awq = tmp_path / "awq"
+    awq.mkdir()
+    fields = json.loads((folder / "config.json").read_text())
+    (awq / "config.json").write_text(json.dumps({**fields, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(RotaquantError, match=rf"{awq} is already quantized \(awq\); give the float model"):
+        tune.tune(awq)
+    weights_alone = PRESETS["w4a4kv4-rtn"].model_copy(update={"activations": None})
+    with pytest.raises(RotaquantError, match="nothing to tune"):
+        tune.tune(quantized(folder, tmp_path / "w4a16", weights_alone))
+    with pytest.raises(RotaquantError, match="sees no CUDA device"):
+        tune.tune(quantized(folder, tmp_path / "fit", PRESETS["w4a4kv4-rtn"]))
 
 
 def test_a_bench_on_a_device() -> None:

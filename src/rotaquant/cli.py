@@ -261,12 +261,15 @@ def doctor(as_json: JsonOption = False) -> None:
 
 @app.command()
 def tune(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, model folder, or quantized folder.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, model folder, .gguf file, or quantized folder.")
+    ],
     rows: Annotated[
         str | None, typer.Option(metavar="M,M,...", help="Numbers of tokens; by default some from 1 to 16384.")
     ] = None,
     limit: Annotated[float | None, typer.Option(help="Seconds after which nothing more is begun.")] = None,
     device: Annotated[str, typer.Option(help="cuda, or one of several: cuda:1.")] = "cuda",
+    text_only: TextOnlyOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest kernel plans for the products of MODEL on this machine, and keep them; weights are not read.
@@ -279,7 +282,12 @@ def tune(
 
         counts = DEFAULT_ROWS if rows is None else parse_rows(rows)
         found = tune_products(
-            model, rows=counts, limit=limit, device=device, on_result=console_device.show_tuned_product
+            model,
+            rows=counts,
+            limit=limit,
+            device=device,
+            text_only=text_only,
+            on_result=console_device.show_tuned_product,
         )
     _tell(found, as_json, console_device.tuning_json, console_device.print_tuning)
 

@@ -51,9 +51,24 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
 
 # Operations whose kernel depends on the shape, and whether their weights are packed two a byte.
 _PRODUCTS = {"int4_matmul": True, "int8_matmul": False}
-# What the kernels of rotations leave to the definition.
-_HALF_PRECISION = "for 16-bit inputs of widths that it splits; else the definition"
-_LIMITS = dict.fromkeys(("rotate", "rotate_quantize", "gated_rotate_quantize"), _HALF_PRECISION)
+# What a kernel does not take, and what is done then: the same name means another number of kernels there.
+_BY_DEFINITION = "float32 models and widths that it cannot split (such as 29568, 36864, 53248) run the definition"
+_LIMITS: Mapping[str, str] = {
+    "hadamard": f"for 16-bit inputs; {_BY_DEFINITION}",
+    "head_mix": "for 16-bit inputs; float32 models and mixes of too many heads (such as 71) run the definition",
+    "hadamard_quantize": (
+        f"for 16-bit inputs; with group scales it takes two kernels, rotation, then codes; {_BY_DEFINITION}"
+    ),
+    **dict.fromkeys(
+        ("silu_mul_hadamard_quantize", "gelu_mul_hadamard_quantize"),
+        "for 16-bit inputs; with group scales torch gates, then rotation and codes take a kernel each; "
+        f"{_BY_DEFINITION}",
+    ),
+    "w4a16_matmul": (
+        "for 16-bit inputs of 64 tokens or fewer; for more each call widens the whole weight, and cuBLAS multiplies; "
+        "float32 models run the definition"
+    ),
+}
 
 _SAMPLE_ROWS = (1, 16, 64, 2048)
 _SAMPLE_WIDTH = 4096
@@ -188,7 +203,7 @@ def _operation(name: str, device: torch.device, capability: Capability | None) -
     if missing is not None:
         return Operation(name, task, DEFINITION, {}, missing)
     if name not in _PRODUCTS:
-        return Operation(name, task, KERNEL, {}, _LIMITS.get(registered, "for all but float64 inputs"))
+        return Operation(name, task, KERNEL, {}, _LIMITS.get(name, "for all but float64 inputs"))
     kernels = product_kernels(device, _PRODUCTS[name])
     return Operation(name, task, KERNEL, kernels, _why_these(kernels[str(_SAMPLE_ROWS[-1])], capability))
 
@@ -216,5 +231,5 @@ def _why_these(kernel_of_many: str, capability: Capability | None) -> str:
     engine = "a" if has_copy_engine(capability) else "no"
     return (
         f"{architecture_name(capability)} has {engine} tensor copy engine: the {kernel_of_many} kernel is used for "
-        f"many tokens; int8 products by {matrix_instruction(capability)}"
+        f"many tokens; int8 products by {matrix_instruction(capability)}; only the tile kernel knows group scales"
     )

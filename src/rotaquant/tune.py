@@ -24,10 +24,14 @@ from rotaquant.recipe import resolve_recipe
 from rotaquant.runtime import resolve_device
 from rotaquant.runtime.kernel_path import has_product, kernel_bits
 from rotaquant.runtime.layout import LinearLayout
+from rotaquant.runtime.linear import QuantizedLinear
+from rotaquant.runtime.shared_input import SharedInput, share_inputs
 
 DEFAULT_ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 2048, 16384)
 MOST_ROWS = 65536
 _DEFAULT_RECIPE = "w4a4kv4"
+
+LayoutOf = Callable[[Block, str], LinearLayout]
 
 
 @dataclass(frozen=True)
@@ -74,21 +78,26 @@ def tune(
     rows: Sequence[int] = DEFAULT_ROWS,
     limit: float | None = None,
     device: str | torch.device = "cuda",
+    text_only: bool = False,
     bench: Bench | None = None,
     on_result: Callable[[ShapeOutcome, int], None] | None = None,
 ) -> TuningReport:
     """Find the fastest plans for the products of a model, float or quantized; its weights are not read.
 
     `rows` are numbers of tokens; after `limit` seconds no more is begun. Plans are kept after each problem, those that
-    have none yet come first. `bench` replaces the device and its clock. `on_result` gets each result, and how many
-    problems are left. Raises `RotaquantError` without a CUDA device or Triton, and for a model without such products.
+    have none yet come first. `text_only` takes the text part of a float model that has others. `bench` replaces the
+    device and its clock. `on_result` gets each result, and how many problems are left. Raises `RotaquantError` for a
+    model that cannot be read or has no such products, and then without a CUDA device or Triton.
     """
     require_rows(rows)
     if limit is not None and not limit > 0:
         raise RotaquantError(f"--limit {limit:g}: give a number of seconds above 0")
+    _require_kernels_on(device)
+    # A wrong model is told everywhere, also where there is no GPU to tune it on.
+    shapes = model_shapes(model, text_only=text_only)
     chosen = bench or open_bench(device)
     deadline = math.inf if limit is None else chosen.now() + limit
-    problems = {shape.problem(tokens): shape for shape in model_shapes(model) for tokens in sorted(rows)}
+    problems = {shape.problem(tokens): shape for shape in shapes for tokens in sorted(rows)}
     results: list[ShapeOutcome] = []
     # Triton compiles for, and launches on, the current device.
     with torch.cuda.device(chosen.device) if chosen.device.type == "cuda" else nullcontext():
@@ -136,10 +145,14 @@ def require_rows(rows: Sequence[int]) -> None:
             raise RotaquantError(f"--rows: {count} is not between 1 and {MOST_ROWS} tokens")
 
 
-def open_bench(device: str | torch.device) -> Bench:
-    """The CUDA device `device` and its clock; raises `RotaquantError` where products run on no kernels."""
+def _require_kernels_on(device: str | torch.device) -> None:
     if str(device) != "auto" and not str(device).startswith("cuda"):
         raise RotaquantError(f"device {str(device)!r} has no kernels to tune; use --device cuda")
+
+
+def open_bench(device: str | torch.device) -> Bench:
+    """The CUDA device `device` and its clock; raises `RotaquantError` where products run on no kernels."""
+    _require_kernels_on(device)
     if not torch.cuda.is_available():
         raise RotaquantError(
             "torch sees no CUDA device, and only there are kernels to tune: run this where the model is to run "
@@ -160,55 +173,60 @@ def open_bench(device: str | torch.device) -> Bench:
 # --- the shapes of a model -------------------------------------------------------------------------------------
 
 
-def model_shapes(model: str | Path) -> tuple[LinearShape, ...]:
+def model_shapes(model: str | Path, *, text_only: bool = False) -> tuple[LinearShape, ...]:
     """The products of codes that a model computes, each shape once: single linears, and those that share an input.
 
     Those of a float model are by the default recipe. Raises `RotaquantError` where there are none.
     """
     if is_quantized_folder(model):
-        folder = Path(model)
-        source, layout = _source_of_quantized(folder), quantized_config(folder).layout
-        layout_of: Callable[[Block, str], LinearLayout] = layout.linear
+        source, layout_of = _quantized(Path(model))
     else:
-        source, default = open_source(model, weights=False), resolve_recipe(_DEFAULT_RECIPE)
-        standard = LinearLayout(weights=default.weights, activations=default.activations)
-
-        def layout_of(block: Block, path: str) -> LinearLayout:
-            return standard
-
+        source, layout_of = _float_by_default(model, text_only)
     skeleton, architecture = source.skeleton()
     shapes: dict[tuple[int, int, bool, int], LinearShape] = {}
     for block in architecture.blocks:
+        module = skeleton.get_submodule(block.path)
         for site in block.sites:
-            single = [
-                shape
-                for path in site
-                for shape in _linear_shape(skeleton.get_submodule(f"{block.path}.{path}"), path, layout_of(block, path))
-            ]
-            for shape in (*single, *_side_by_side(single)):
+            layouts = {path: layout_of(block, path) for path in site}
+            for shape in _site_shapes(module, layouts):
                 shapes.setdefault((shape.outputs, shape.inputs, shape.packed, shape.groups), shape)
     if not shapes:
-        raise RotaquantError(f"{model} has no products of quantized weights and activations: there is nothing to tune")
+        raise RotaquantError(
+            f"{model} has no products of quantized weights and activations: there is nothing to tune; give a model "
+            "quantized by a recipe with both, such as w4a4kv4"
+        )
     return tuple(shapes.values())
 
 
-def _linear_shape(linear: nn.Module, path: str, layout: LinearLayout) -> Iterator[LinearShape]:
-    """The shape of a linear whose product runs on a kernel; nothing for any other."""
-    assert isinstance(linear.weight, Tensor)
-    outputs, inputs = linear.weight.shape
-    weights, activations = layout.weights, layout.activations
-    if weights is not None and activations is not None and has_product(layout, inputs):
+def _site_shapes(block: nn.Module, layouts: dict[str, LinearLayout]) -> Iterator[LinearShape]:
+    """The products of linears that read one input: of each alone, and of those that the runtime computes as one."""
+    quantized: dict[str, QuantizedLinear] = {}
+    for path, layout in layouts.items():
+        linear = block.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        quantized[path] = QuantizedLinear.empty_like(linear, layout, torch.float16)
+        block.set_submodule(path, quantized[path])
+    # The runtime itself says which of them are alike: what is tuned must be what will run.
+    share_inputs(block, tuple(layouts))
+    together: dict[SharedInput, list[str]] = {}
+    for path, made in quantized.items():
+        yield from _shape_of([(path, made)])
+        if made.shared_input is not None:
+            together.setdefault(made.shared_input, []).append(path)
+    for paths in together.values():
+        yield from _shape_of([(path, quantized[path]) for path in paths])
+
+
+def _shape_of(members: list[tuple[str, QuantizedLinear]]) -> Iterator[LinearShape]:
+    """The shape of one product of alike linears; nothing where it runs on no kernel for codes."""
+    _, first = members[0]
+    weights, activations, inputs = first.layout.weights, first.layout.activations, first.in_features
+    if weights is not None and activations is not None and has_product(first.layout, inputs):
         sizes = {fmt.group_size for fmt in (weights, activations) if fmt.group_size}
         groups = inputs // min(sizes, default=inputs)
-        yield LinearShape((_kind(path),), outputs, inputs, kernel_bits(weights) == 4, groups)
-
-
-def _side_by_side(shapes: list[LinearShape]) -> Iterator[LinearShape]:
-    """Linears of one input as one product."""
-    if len(shapes) > 1 and len({(shape.inputs, shape.packed, shape.groups) for shape in shapes}) == 1:
-        first = shapes[0]
-        names = tuple(name for shape in shapes for name in shape.linears)
-        yield LinearShape(names, sum(shape.outputs for shape in shapes), first.inputs, first.packed, first.groups)
+        names = tuple(_kind(path) for path, _ in members)
+        outputs = sum(linear.out_features for _, linear in members)
+        yield LinearShape(names, outputs, inputs, kernel_bits(weights) == 4, groups)
 
 
 def _kind(path: str) -> str:
@@ -216,13 +234,20 @@ def _kind(path: str) -> str:
     return next(part for part in reversed(path.split(".")) if not part.isdecimal())
 
 
-def _source_of_quantized(folder: Path) -> Source:
-    """A source without weights for the float form of a quantized model."""
-    quantized_config(folder)
+def _float_by_default(model: str | Path, text_only: bool) -> tuple[Source, LayoutOf]:
+    """A float model without its weights, and what the default recipe makes of each linear."""
+    recipe = resolve_recipe(_DEFAULT_RECIPE)
+    layout = LinearLayout(weights=recipe.weights, activations=recipe.activations)
+    return open_source(model, text_only=text_only, weights=False), lambda block, path: layout
+
+
+def _quantized(folder: Path) -> tuple[Source, LayoutOf]:
+    """The float form of a quantized model, without weights, and what each of its linears is."""
+    layout = quantized_config(folder).layout
     config = read_config(folder)
     del config.quantization_config
 
     def load(tensor: str, _: int | None = None) -> Tensor:
         raise RotaquantError(f"tensor {tensor} of {folder} is not at hand")
 
-    return Source(str(folder), config, torch.float16, load, folder)
+    return Source(str(folder), config, torch.float16, load, folder), layout.linear

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rotaquant.architectures import describe
+from rotaquant.architectures import describe, expert_families, families, pieces
+from rotaquant.architectures.families import FAMILIES
 from rotaquant.errors import RotaquantError
 from tests.tiny_models import small_fields
 
@@ -35,3 +38,14 @@ def test_more_experts_per_token_than_there_are(name: str, chosen: int) -> None:
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(RotaquantError, match=rf"asks for {chosen} experts per token \(num_experts_per_tok\) of [46]"):
         describe(model)
+
+
+def test_the_recipe_for_a_family_names_what_is_there() -> None:
+    root = Path(__file__).resolve().parents[2]
+    recipe = (root / "CONTRIBUTING.md").read_text().partition("## Add a family")[2].partition("\n## ")[0]
+    for file in ("families", "expert_families", "pieces", "roles"):
+        assert f"`architectures/{file}.py`" in recipe
+        assert (root / "src" / "rotaquant" / "architectures" / f"{file}.py").is_file()
+    for piece in ("split_attention", "gated_mlp", "pre_norms", "sparse_block", "decoder_of", "head_dim"):
+        assert f"`{piece}" in recipe and callable(getattr(pieces, piece))
+    assert {family.__module__ for family in FAMILIES.values()} == {families.__name__, expert_families.__name__}

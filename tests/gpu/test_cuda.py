@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,24 @@ def linear(outputs: int, inputs: int, transform: Any = None, group: int | None =
     return made.cuda()
 
 
-def trio(group: int | None = None) -> nn.ModuleList:
+class Owner(nn.ModuleList):
+    """Calls its linears, by default each once."""
+
+    def forward(self, x: Tensor, order: Sequence[int] | None = None) -> list[Tensor]:
+        """The outputs of the linears of `order`."""
+        return [self[index](x) for index in (range(len(self)) if order is None else order)]
+
+
+def owner_of(*linears: nn.Module) -> Owner:
+    """An owner whose linears share its input."""
+    owner = Owner(linears)
+    share_inputs(owner, [str(index) for index in range(len(linears))])
+    return owner
+
+
+def trio(group: int | None = None) -> Owner:
     """Linears of 512 inputs that share them."""
-    linears = nn.ModuleList(linear(outputs, 512, group=group) for outputs in (384, 128, 128))
-    share_inputs(linears)
-    return linears
+    return owner_of(*(linear(outputs, 512, group=group) for outputs in (384, 128, 128)))
 
 
 def apart(modules: nn.Module) -> Any:
@@ -111,82 +125,93 @@ class TestKernels:
     @pytest.mark.parametrize("count", [1, 7, 300])
     def test_one_product_is_that_of_each(self, count: int, group: int | None) -> None:
         linears, x = trio(group), rows(count)
-        expected = [one(x) for one in apart(linears)]
+        expected = apart(linears)(x)
         with on_kernels() as calls:
-            outputs = [one(x) for one in linears]
+            outputs = linears(x)
         assert dict(calls) == {"quantize_rows": 1, "int4_matmul": 1}
         for output, other in zip(outputs, expected, strict=True):
             require_same(output, other)
 
     def test_memory_does_not_grow(self) -> None:
-        linears = nn.ModuleList(linear(2048, 2048) for _ in range(3))
-        share_inputs(linears)
+        linears = owner_of(*(linear(2048, 2048) for _ in range(3)))
         x = rows(1, 2048)
-        apart(linears)[0](x)  # compiles
+        apart(linears)(x)  # compiles
         held = torch.cuda.memory_allocated()
-        for one in linears:
-            one(x)
+        linears(x)
         assert torch.cuda.memory_allocated() - held < 1 << 20
         size = linears[0].weight_packed.nbytes
         linears.cpu()
         assert held - torch.cuda.memory_allocated() >= 3 * size
-        expected = [one(x.cpu()) for one in linears]
-        for one, other in zip(linears.cuda(), expected, strict=True):
-            require_same(one(x).cpu(), other)
+        expected = linears(x.cpu())
+        with on_kernels() as calls:
+            outputs = linears.cuda()(x)
+        assert calls["int4_matmul"] == 1
+        for output, other in zip(outputs, expected, strict=True):
+            require_same(output.cpu(), other)
 
-    def test_a_captured_graph_computes_what_it_is_given(self) -> None:
+    @pytest.mark.parametrize("warm", [False, True])
+    def test_a_captured_graph_computes_what_it_is_given(self, warm: bool) -> None:
+        """Whether or not the linears ran before: weights lie where they lie from when they came to the device."""
         linears, x = trio(), rows()
         alone = apart(linears)
-        for one in (*linears, *alone):
-            one(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = [one(x) for one in linears]
-        x.copy_(rows())
-        graph.replay()
-        for output, one in zip(outputs, alone, strict=True):
-            require_same(output, one(x))
-
-    def test_a_graph_takes_nothing_from_outside_and_gives_nothing_away(self) -> None:
-        linears, x = trio(), rows()
-        alone = apart(linears)
-        for one in (*linears, *alone):
-            one(x)
-        linears[0](x)  # its result waits for the others
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = linears[1](x)
-        require_same(linears[2](x), alone[2](x))
-        x.copy_(rows())
-        graph.replay()
-        require_same(captured, alone[1](x))
-
-    def test_weights_do_not_move_while_a_graph_is_captured(self) -> None:
-        linears, x = trio(), rows()
-        alone = apart(linears)
-        for one in alone:
-            one(x)
+        alone(x)
+        copy.deepcopy(linears)(x)  # compiles
+        if warm:
+            linears(x)
         before = [one.weight_packed.data_ptr() for one in linears]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outputs = [one(x) for one in linears]
+            outputs = linears(x)
+        linears(x)
         assert [one.weight_packed.data_ptr() for one in linears] == before
+        torch.cuda.empty_cache()
         x.copy_(rows())
         graph.replay()
-        for output, one in zip(outputs, alone, strict=True):
-            require_same(output, one(x))
+        for output, expected in zip(outputs, alone(x), strict=True):
+            require_same(output, expected)
+
+    def test_a_model_in_inference_mode_sees_new_inputs(self) -> None:
+        linears = trio()
+        with torch.inference_mode():
+            x = rows()
+            linears(x, (0,))
+            x.copy_(rows())
+            for output, expected in zip(linears(x, (1, 2)), apart(linears)(x, (1, 2)), strict=True):
+                require_same(output, expected)
 
     def test_another_stream_computes_for_itself(self) -> None:
         linears, x = trio(), rows(4096)
-        expected = [one(x) for one in apart(linears)]
+        expected = apart(linears)(x)
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
-        first = linears[0](x)
-        with torch.cuda.stream(stream):
-            second = linears[1](x)
+        outputs = []
+
+        def run(x: Tensor) -> None:
+            outputs.append(linears[0](x))
+            with torch.cuda.stream(stream):
+                outputs.append(linears[1](x))
+
+        linears.forward = run  # type: ignore[method-assign, assignment]
+        linears(x)
         stream.synchronize()
-        require_same(first, expected[0])
-        require_same(second, expected[1])
+        require_same(outputs[0], expected[0])
+        require_same(outputs[1], expected[1])
+
+    @pytest.mark.parametrize("group", [None, 64])
+    def test_gradients_pass_through_float_products(self, group: int | None) -> None:
+        module = linear(256, 512, factor_or_fallback(512), group)
+        module.layout = dataclasses.replace(module.layout, activations=None)
+        x = rows().requires_grad_()
+
+        def gradient(x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                (given,) = torch.autograd.grad(module(x).float().square().sum(), x)
+            return given.float().cpu()
+
+        on_gpu = gradient(x)
+        module.cpu()
+        expected = gradient(x.detach().cpu().requires_grad_())
+        assert ((on_gpu - expected).norm() / expected.norm()).item() < 0.02
 
     @pytest.mark.parametrize(
         "transform",

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
-from rotaquant.ops import packing, reference
+from rotaquant.ops import packing, reference, weight_only_kernels
 from rotaquant.ops.weight_only_kernels import product, widen
 
 DEVICES = [
@@ -29,8 +29,6 @@ def operands(n: int, k: int, groups: int, dtype: torch.dtype) -> tuple[torch.Ten
 def test_sums_are_as_good_as_float32(m: int, n: int, k: int, groups: int, dtype: torch.dtype, device: str) -> None:
     if groups > 1 and k % 128:
         pytest.skip("groups are of whole words")
-    if device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter has no arithmetic in bfloat16")
     codes, scale = operands(n, k, groups, dtype)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
@@ -44,15 +42,103 @@ def test_sums_are_as_good_as_float32(m: int, n: int, k: int, groups: int, dtype:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("groups", [1, 4])
-def test_many_tokens_meet_the_weight_widened_once(groups: int, device: str) -> None:
-    codes, scale = operands(24, 64, groups, torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 2, 16, 33, 64])
+@pytest.mark.parametrize(("k", "size"), [(256, 8), (256, 16), (192, 24), (256, 32), (256, 64), (256, 128), (60, 12)])
+def test_few_tokens_meet_packed_weights_in_groups_of_any_size(
+    k: int, size: int, m: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_only_kernels, "widen", None)
+    codes, scale = operands(40, k, k // size, dtype)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
+    packed = packing.pack_weight(codes, 4)
+    out = product(x.to(device), packed.to(device), scale.to(device), None).cpu().double()
+    exact = x.double() @ reference.dequantize_groups(codes, scale.double(), torch.float64).T
+    # As far off as weights and results that are rounded to the dtype.
+    assert (out - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+    if size % 64 == 0 or (m == 1 and size % 8 == 0):
+        bound = exact.abs() * torch.finfo(dtype).eps + 1e-5 * k**0.5
+        assert ((out - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("m", [1, 5])
+def test_huge_activations_leave_the_others_their_digits(m: int, groups: int, device: str) -> None:
+    codes, scale = operands(40, 256, groups, torch.bfloat16)
+    x = torch.randn(m, 256, generator=torch.Generator().manual_seed(m)).bfloat16()
+    x[:, 7::64] = torch.tensor([1e6, -3e8, 1e20, 3.3e38]).bfloat16()
+    # These meet zeros: a sum that they were part of in between shows.
+    codes[:, 7::64] = 0
+    packed = packing.pack_weight(codes, 4)
+    out = product(x.to(device), packed.to(device), scale.to(device), None).cpu().double()
+    exact = x.double() @ reference.dequantize_groups(codes, scale.double(), torch.float64).T
+    # Sixteen bits of a weight in groups finer than a step, of which several tokens know no more.
+    rounded = 0.05 if groups == 16 and m > 1 else 1e-5 * 16
+    assert ((out - exact).abs() <= exact.abs() * torch.finfo(torch.bfloat16).eps + rounded).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("m", [1, 5])
+def test_sums_overflow_where_their_results_do(m: int, groups: int, device: str) -> None:
+    codes, scale = operands(40, 256, groups, torch.bfloat16)
+    signs = torch.randn(m, 256, generator=torch.Generator().manual_seed(m)).sign()
+    x = (signs * 3.3e38).bfloat16()
+    scale = (scale * 0.01).bfloat16()
+    packed = packing.pack_weight(codes, 4)
+    out = product(x.to(device), packed.to(device), scale.to(device), None).cpu().double()
+    exact = x.double() @ reference.dequantize_groups(codes, scale.double(), torch.float64).T
+    assert out.isfinite().all()
+    assert (out - exact).norm() <= torch.finfo(torch.bfloat16).eps * exact.norm()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy names what is meant here
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 16])
+@pytest.mark.parametrize("m", [1, 3])
+def test_infinity_and_nan_are_those_of_a_float_product(m: int, groups: int, dtype: torch.dtype, device: str) -> None:
+    codes, scale = operands(40, 256, groups, dtype)
+    x = torch.randn(m, 256, generator=torch.Generator().manual_seed(m)).to(dtype)
+    codes[0, 9], codes[1, 9], codes[2, 9] = 0, 3, -8
     packed = packing.pack_weight(codes, 4).to(device)
-    expected = reference.dequantize_groups(codes, scale, torch.float16)
-    assert torch.equal(widen(packed, scale.to(device), 64, torch.float16).cpu(), expected)
-    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).half()
-    out = product(x.to(device), packed, scale.to(device), None).cpu()
-    torch.testing.assert_close(out.float(), x.float() @ expected.float().T, rtol=2e-3, atol=2e-3)
+    weight = reference.dequantize_groups(codes, scale.float(), torch.float32)
+    for value in (float("inf"), float("-inf"), float("nan")):
+        x[0, 9] = value
+        out = product(x.to(device), packed, scale.to(device), None).cpu().float()
+        plain = x.float() @ weight.T
+        assert plain[0, 0].isnan() and not plain[0].isfinite().any()
+        torch.testing.assert_close(out[0], plain[0], rtol=0, atol=0, equal_nan=True)
+        assert out[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_many_tokens_meet_the_weight_widened_once(groups: int, dtype: torch.dtype, device: str) -> None:
+    codes, scale = operands(24, 64, groups, dtype)
+    packed = packing.pack_weight(codes, 4).to(device)
+    expected = reference.dequantize_groups(codes, scale, dtype)
+    wide = widen(packed, scale.to(device), 64, dtype).cpu()
+    if device == "cpu" and dtype == torch.bfloat16:
+        # The interpreter cuts off what the device rounds.
+        torch.testing.assert_close(wide, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    else:
+        assert torch.equal(wide, expected)
+    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = product(x.to(device), packed, scale.to(device), None).cpu().double()
+    exact = x.double() @ expected.double().T
+    assert (out - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_odd_groups_are_widened(device: str) -> None:
+    codes, scale = operands(24, 45, 9, torch.float16)
+    x = torch.randn(3, 45, generator=torch.Generator().manual_seed(1)).half()
+    out = product(x.to(device), packing.pack_weight(codes, 4).to(device), scale.to(device), None).cpu().double()
+    exact = x.double() @ reference.dequantize_groups(codes, scale.double(), torch.float64).T
+    assert (out - exact).norm() <= torch.finfo(torch.float16).eps * exact.norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)

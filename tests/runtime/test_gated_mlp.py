@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 import rotaquant
-from rotaquant.architectures import describe
+from rotaquant.architectures import Mlp, describe
 from rotaquant.runtime.experts import SeparateExperts, unstack_experts
 from rotaquant.runtime.gated_mlp import GatedMlp, activation_of, gate_on_kernels
 from rotaquant.runtime.linear import QuantizedLinear
-from tests.runtime.on_kernels import on_kernels
+from tests.runtime.on_kernels import laid_out, on_kernels
 from tests.tiny_models import CONFIGS, tiny_model, tokens
 
 SILU = {"llama", "mistral", "granite", "olmo2", "olmo3", "cohere", "smollm3", "phi3", "glm4"}
@@ -70,6 +71,13 @@ class TestTrial:
             lambda g, u: functional.silu(u) * g,
             lambda g, u: functional.silu(g.clamp(max=50)) * u,
             lambda g, u: functional.silu(g) * u.clamp(-70, 70),
+            lambda g, u: functional.silu(g.clamp(max=3e4)) * u,
+            lambda g, u: functional.silu(g) * u.clamp(-5e4, 5e4),
+            lambda g, u: (functional.silu(g) * u).clamp(-6e4, 6e4),
+            lambda g, u: (functional.silu(g) * u).nan_to_num(),
+            lambda g, u: functional.silu(g) * u.nan_to_num(posinf=torch.inf, neginf=-torch.inf),
+            lambda g, u: [][0],
+            lambda g, u: {}["gate"],
             lambda g, u: functional.silu(g) * (u + 1),
             lambda g, u: 0.5 * functional.silu(g) * u,
             lambda g, u: functional.silu(1.001 * g) * u,
@@ -190,7 +198,7 @@ class TestModule:
 
     def test_one_operation_gates_rotates_and_quantizes(self, mlp: Any) -> None:
         with on_kernels() as calls:
-            output = mlp(hidden())
+            output = laid_out(mlp)(hidden())
             assert dict(calls) == {"quantize_rows": 1, "int4_matmul": 2, "gated_hadamard_quantize": 1}
             assert torch.equal(output, as_stock(mlp)(hidden()))
 
@@ -233,6 +241,42 @@ class TestModule:
         hook.remove()
         mlp.act_fn = nn.ReLU()
         self._falls_back(mlp, x)
+
+    def test_hooks_on_every_module_are_obeyed(self, mlp: Any) -> None:
+        changed = nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: output + 1 if isinstance(module, type(mlp.act_fn)) else None
+        )
+        try:
+            self._falls_back(mlp, hidden())
+        finally:
+            changed.remove()
+
+    def test_dropout_is_kept(self, mlp: Any) -> None:
+        class Dropping(nn.Module):
+            def __init__(self, part: Any) -> None:
+                super().__init__()
+                self.gate, self.up, self.down = part.gate_proj, part.up_proj, part.down_proj
+                self.drop = nn.Dropout(0.5)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.down(self.drop(functional.silu(self.gate(x)) * self.up(x)))
+
+        owner = Dropping(mlp)
+        modes = owner.training, owner.gate.training
+        part = Mlp(inputs=("mlp.gate", "mlp.up"), down="mlp.down", width=192)
+        gate_on_kernels(nn.ModuleDict({"mlp": owner}), SimpleNamespace(mlps=(part,)))  # type: ignore[arg-type]
+        assert isinstance(owner, GatedMlp) and (owner.training, owner.gate.training) == modes
+        for mode in (False, True):
+            with on_kernels() as calls:
+                torch.manual_seed(0)
+                output = owner.train(mode)(hidden())
+                assert calls["gated_hadamard_quantize"] == (0 if mode else 1)
+                torch.manual_seed(0)
+                assert torch.equal(output, as_stock(nn.ModuleList([owner]))[0](hidden()))
+        owner.eval().drop.train()
+        with on_kernels() as calls:
+            owner(hidden())
+            assert not calls["gated_hadamard_quantize"]
 
     def test_another_module_in_place_of_a_linear_is_called(self, mlp: Any) -> None:
         class Wrapped(nn.Module):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rotaquant
 from rotaquant.runtime.linear import QuantizedLinear
-from tests.runtime.on_kernels import ENCODERS, on_kernels
+from tests.runtime.on_kernels import ENCODERS, laid_out, on_kernels
 from tests.tiny_models import tiny_model, tokens
 
 FAMILIES = [
@@ -67,7 +67,7 @@ class TestSharedInputs:
     def test_logits_are_those_of_separate_products(self, name: str, folder_of: FolderOf) -> None:
         model, ids = rotaquant.load(folder_of(name)), tokens(2, 20)
         with on_kernels() as calls:
-            logits = model(input_ids=ids).logits
+            logits = laid_out(model)(input_ids=ids).logits
             together = sum(calls[op] for op in ENCODERS), calls["int4_matmul"]
             calls.clear()
             assert torch.equal(separated(model)(input_ids=ids).logits, logits)
@@ -81,7 +81,7 @@ class TestSharedInputs:
     def test_generation(self, folder_of: FolderOf) -> None:
         model, ids = rotaquant.load(folder_of("qwen2")), tokens(2, 7)
         with on_kernels():
-            generated = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+            generated = laid_out(model).generate(input_ids=ids, max_new_tokens=8, do_sample=False)
             expected = separated(model).generate(input_ids=ids, max_new_tokens=8, do_sample=False)
         assert torch.equal(generated, expected)
 
@@ -93,14 +93,14 @@ class TestSharedInputs:
         assert attention.q_proj.shared_input is attention.k_proj.shared_input is not None
         assert attention.v_proj.shared_input is None
         with on_kernels():
-            assert torch.equal(model(input_ids=ids).logits, separated(model)(input_ids=ids).logits)
+            assert torch.equal(laid_out(model)(input_ids=ids).logits, separated(model)(input_ids=ids).logits)
 
     def test_saving_a_model_that_has_run_writes_the_same_checkpoint(self, folder_of: FolderOf, tmp_path: Path) -> None:
         rotaquant.load(folder_of("qwen2"))  # makes the format known to transformers
         model, ids = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), dtype="auto"), tokens(2, 11)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with on_kernels():
-            logits = model(input_ids=ids).logits
+            logits = laid_out(model)(input_ids=ids).logits
             assert model.model.layers[0].self_attn.q_proj.weight_packed._base is not None
             model.save_pretrained(tmp_path)
             again = rotaquant.load(tmp_path)
@@ -112,6 +112,6 @@ class TestSharedInputs:
     def test_a_compiled_model_gives_the_same(self, folder_of: FolderOf) -> None:
         model, ids = rotaquant.load(folder_of("qwen2")), tokens(2, 11)
         with on_kernels():
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits = laid_out(model)(input_ids=ids, use_cache=False).logits
             compiled = torch.compile(model, backend="eager")
             assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, logits)

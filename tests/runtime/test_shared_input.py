@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from rotaquant.runtime import shared_input as module_under_test
 from rotaquant.runtime.layout import LinearLayout
 from rotaquant.runtime.linear import QuantizedLinear
 from rotaquant.runtime.shared_input import share_inputs
-from tests.runtime.on_kernels import PRODUCTS, on_kernels
+from tests.runtime.on_kernels import PRODUCTS, laid_out, on_kernels
 
 INPUTS = 64
 OUTPUTS = (48, 16, 24)
@@ -49,11 +49,29 @@ def make(
     return linear
 
 
-def trio(**fields: Any) -> nn.ModuleList:
-    """Three linears that share their input."""
-    linears = nn.ModuleList(make(outputs, **fields) for outputs in OUTPUTS)
-    share_inputs(linears)
-    return linears
+class Owner(nn.ModuleList):
+    """Calls its linears as an attention or a feed-forward part does."""
+
+    def forward(self, x: Tensor, order: Sequence[int] = (0, 1, 2), between: Callable[[], object] = int) -> list[Tensor]:
+        """The outputs of the linears of `order`; `between` runs after each."""
+        outputs = []
+        for index in order:
+            outputs.append(self[index](x))
+            between()
+        return outputs
+
+
+def owner_of(*linears: nn.Module) -> Owner:
+    owner = Owner(linears)
+    share_inputs(owner, [str(index) for index in range(len(linears))])
+    return owner
+
+
+def trio(**fields: Any) -> Owner:
+    """Three linears that share their input, laid out as on a device with kernels."""
+    owner = owner_of(*(make(outputs, **fields) for outputs in OUTPUTS))
+    with on_kernels():
+        return laid_out(owner)
 
 
 def alone(linear: QuantizedLinear, x: Tensor) -> Tensor:
@@ -69,6 +87,14 @@ def rows(seed: int = 0) -> Tensor:
     return torch.randn(2, 5, INPUTS, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+def each_alone(linears: Iterable[Any], x: Tensor) -> list[Tensor]:
+    return [alone(linear, x) for linear in linears]
+
+
+def all_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+
+
 def is_stacked(linears: nn.ModuleList) -> bool:
     return len({linear.weight_packed.untyped_storage().data_ptr() for linear in linears}) == 1
 
@@ -79,14 +105,13 @@ class TestOneProduct:
     @pytest.mark.parametrize("bias", [True, False])
     def test_is_that_of_each_linear(self, bits: tuple[int, int], group: int | None, bias: bool) -> None:
         linears, x = trio(bits=bits, group=group, bias=bias), rows()
-        by_definition = [linear(x) for linear in linears]
+        by_definition = linears(x)
         with on_kernels() as calls:
-            outputs = [linear(x) for linear in linears]
+            outputs = linears(x)
             assert calls["quantize_rows"] == 1 and sum(calls[name] for name in PRODUCTS) == 1
-            for linear, output, expected in zip(linears, outputs, by_definition, strict=True):
-                assert output.abs().max() > 1
-                assert torch.equal(output, expected)
-                assert torch.equal(output, alone(linear, x))
+            assert all(output.abs().max() > 1 for output in outputs)
+            assert all_equal(outputs, by_definition)
+            assert all_equal(outputs, each_alone(linears, x))
 
     @pytest.mark.parametrize("bits", [4, 3])
     @pytest.mark.parametrize("group", [None, 32])
@@ -102,138 +127,203 @@ class TestOneProduct:
 
         monkeypatch.setattr(kernel_path.ops, "w4a16_matmul", w4a16_matmul)
         linears, x = trio(bits=(bits, None), group=group), rows()
-        by_definition = [linear(x) for linear in linears]
+        by_definition = linears(x)
         with on_kernels():
-            for linear, expected in zip(linears, by_definition, strict=True):
-                torch.testing.assert_close(linear(x), expected, rtol=2**-7, atol=0.1)
+            for output, expected in zip(linears(x), by_definition, strict=True):
+                torch.testing.assert_close(output, expected, rtol=2**-7, atol=0.1)
             assert calls == [(88, INPUTS // 8)]
             # Wider floats have no such product.
             assert linears[0](x.float()).dtype == torch.float32
             assert len(calls) == 1
 
+    @pytest.mark.parametrize("bits", [(4, None), (3, None)])
+    def test_gradients_reach_the_input_of_float_products(self, bits: tuple[int, None]) -> None:
+        linears, x = trio(bits=bits), rows().requires_grad_()
+
+        def gradient() -> Tensor | None:
+            x.grad = None
+            with torch.enable_grad():
+                outputs = linears(x)
+                torch.stack([output.float().square().sum() for output in outputs]).sum().backward()
+            return x.grad
+
+        expected = gradient()
+        assert expected is not None and expected.abs().max() > 1
+        with on_kernels():
+            actual = gradient()
+        assert actual is not None
+        assert ((actual - expected).norm() / expected.norm()).item() < 0.02
+
     def test_holds_where_only_some_have_biases(self) -> None:
-        linears, x = nn.ModuleList([make(48), make(16, bias=False), make(24)]), rows()
-        share_inputs(linears)
-        by_definition = [linear(x) for linear in linears]
+        linears, x = owner_of(make(48), make(16, bias=False), make(24)), rows()
+        by_definition = linears(x)
         with on_kernels() as calls:
-            assert all(torch.equal(one(x), expected) for one, expected in zip(linears, by_definition, strict=True))
+            assert all_equal(laid_out(linears)(x), by_definition)
             assert calls["int4_matmul"] == 1
-            linears[2].bias += 1
-            assert torch.equal(linears[2](x), alone(linears[2], x))
             linears[0].bias = linears[0].bias + 1
             linears[1].bias = torch.ones(16, dtype=torch.bfloat16)
-            y = rows(1)
-            for linear in linears:
-                assert torch.equal(linear(y), alone(linear, y))
+            assert all_equal(linears(x), each_alone(linears, x))
+            assert not all_equal(linears(x), by_definition)
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_a_bias_written_to_counts(self, mode: Any) -> None:
+        with on_kernels(), mode():
+            linears, x = laid_out(owner_of(make(48), make(16, bias=False), make(24))), rows()
+            before = linears(x)
+            linears[2].bias += 1
+            linears[0].bias.data.add_(1)
+            after = linears(x)
+            assert all_equal(after, each_alone(linears, x))
+            assert not torch.equal(after[2], before[2]) and not torch.equal(after[0], before[0])
 
     def test_joins_only_what_is_alike(self) -> None:
         narrow, wide, other, same = make(16), make(48), make(8, bits=(8, 8)), make(24)
         in_float = QuantizedLinear.from_float(nn.Linear(INPUTS, 8), LinearLayout())
-        share_inputs([narrow, in_float, wide, other, same])
+        owner_of(narrow, in_float, wide, other, same)
         assert narrow.shared_input is wide.shared_input is same.shared_input is not None
         assert other.shared_input is in_float.shared_input is None
 
+    def test_two_products_of_one_owner(self) -> None:
+        with on_kernels() as calls:
+            linears, x = laid_out(owner_of(make(16), make(8, bits=(8, 8)), make(24), make(40, bits=(8, 8)))), rows()
+            expected = each_alone(linears, x)
+            calls.clear()
+            assert all_equal(linears(x, (0, 1, 2, 3)), expected)
+            assert (calls["int4_matmul"], calls["int8_matmul"]) == (1, 1)
+
+    def test_the_owner_is_the_nearest_module_of_all(self) -> None:
+        block = nn.ModuleDict({"attention": Owner([make(16), make(24)]), "mlp": Owner([make(48)])})
+        share_inputs(block, ["attention.0", "attention.1"])
+        assert block["attention"]._forward_pre_hooks and not block._forward_pre_hooks
+        share_inputs(block, ["attention.0", "attention.1", "mlp.0"])
+        assert block._forward_pre_hooks
+
     def test_the_definition_shares_nothing(self) -> None:
-        linears, x = trio(), rows()
+        linears, x = owner_of(make(16), make(24)), rows()
         before = [linear.weight_packed.data_ptr() for linear in linears]
-        for linear in linears:
-            linear(x)
+        linears(x, (0, 1))
         assert [linear.weight_packed.data_ptr() for linear in linears] == before
-        assert module_under_test._this_thread.call is None or not module_under_test._this_thread.call.is_with(x)
 
     def test_float64_and_empty_inputs_run_by_the_definition(self) -> None:
         linears = trio()
         with on_kernels() as calls:
-            assert linears[0](rows().double()).dtype == torch.float64
-            assert not kernel_path.kernels_run_on(torch.empty(0, INPUTS))
+            assert linears(rows().double())[0].dtype == torch.float64
+            assert linears(rows()[:0])[0].shape == (0, 5, 48)
             assert not calls
 
 
 class TestResults:
-    """A result is for one tensor as it was, and for each linear once."""
+    """A result is for one tensor as it was, for each linear once, while their owner runs."""
 
     def test_another_order_and_a_linear_left_out(self) -> None:
         linears = trio()
         with on_kernels() as calls:
             for order in ((2, 0, 1), (1, 2), (0,), (1, 0, 2)):
                 x = rows(order[0])
-                for index in order:
-                    assert torch.equal(linears[index](x), alone(linears[index], x))
+                assert all_equal(linears(x, order), [alone(linears[index], x) for index in order])
             calls.clear()
-            x = rows()
-            outputs = [linears[index](x) for index in (2, 1, 0)]
+            outputs = linears(rows(), (2, 1, 0))
             assert calls["int4_matmul"] == 1
             assert [output.shape[-1] for output in outputs] == [24, 16, 48]
 
-    def test_an_input_written_to_is_another_one(self) -> None:
-        linears, x = trio(), rows()
-        with on_kernels():
-            linears[0](x)
-            x.mul_(2)
-            assert torch.equal(linears[1](x), alone(linears[1], x))
-            x.data = rows(3)
-            assert torch.equal(linears[2](x), alone(linears[2], x))
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_an_input_written_to_between_calls_is_another_one(self, mode: Any) -> None:
+        linears = trio()
+        with on_kernels(), mode():
+            x = rows()
+            for write in (lambda: x.mul_(2), lambda: x.data.copy_(rows(3)), lambda: x.set_(rows(4))):
+                assert torch.equal(linears[0](x), alone(linears[0], x))
+                linears(x, (0,))
+                write()
+                assert torch.equal(linears[1](x), alone(linears[1], x))
+                assert all_equal(linears(x), each_alone(linears, x))
 
-    def test_another_tensor_in_the_same_memory_is_another_one(self) -> None:
-        linears, memory = trio(), torch.empty(2 * 5 * INPUTS, dtype=torch.bfloat16)
+    def test_an_input_written_to_within_a_call_is_another_one(self) -> None:
+        linears, x = trio(), rows()
+        seen = []
+
+        def write() -> None:
+            seen.append(each_alone(linears, x))
+            x.mul_(2)
+
         with on_kernels():
-            x = memory.view(2, 5, INPUTS).copy_(rows())
-            linears[0](x)
-            del x
-            numpy_like = memory.view(torch.int16).numpy()
-            numpy_like[:] = rows(1).view(torch.int16).flatten().numpy()  # no version counts this
-            y = memory.view(2, 5, INPUTS)
-            assert torch.equal(linears[1](y), alone(linears[1], y))
+            outputs = linears(x, between=write)
+            for index, output in enumerate(outputs):
+                assert torch.equal(output, seen[index][index])
 
     def test_weights_written_to_make_new_outputs(self) -> None:
         linears, x = trio(), rows()
         with on_kernels():
-            linears[0](x)
+            linears(x)
             linears[1].load_state_dict(make(16, seed=7).state_dict())
-            assert torch.equal(linears[1](x), make(16, seed=7)(x))
-            linears[2].weight_scale = linears[2].weight_scale * 2
-            assert torch.equal(linears[2](x), alone(linears[2], x))
-            y = rows(1)
-            for linear in linears:
-                assert torch.equal(linear(y), alone(linear, y))
+            assert torch.equal(linears(x)[1], make(16, seed=7)(x))
+            linears[2].weight_packed.data.zero_()
+            linears[0].weight_scale = linears[0].weight_scale * 2
+            assert all_equal(linears(x), each_alone(linears, x))
 
     @pytest.mark.parametrize("bits", [(3, 4), (6, 8)])
     def test_widened_weights_follow_the_stored_ones(self, bits: tuple[int, int]) -> None:
-        linears = trio(bits=bits)
-        with on_kernels():
-            for linear in linears:
-                linear(rows())
+        linears, x = trio(bits=bits), rows()
+        with on_kernels() as calls:
+            linears(x)
             fresh = make(16, bits=bits, seed=7)
             linears[1].load_state_dict(fresh.state_dict())
-            x = rows(1)
-            for linear in linears:
-                assert torch.equal(linear(x), alone(linear, x))
-            assert torch.equal(linears[1](x), fresh(x))
+            calls.clear()
+            outputs = linears(x)
+            assert sum(calls[name] for name in PRODUCTS) == 1
+            assert torch.equal(outputs[1], fresh(x))
+            linears[2].weight_packed.zero_()
+            before, after = outputs[2], linears(x)
+            assert all_equal(after, each_alone(linears, x)) and not torch.equal(after[2], before)
 
     def test_every_call_with_one_input_is_right(self) -> None:
         """As a loop over a fixed input does: the results of one round are gone in the next."""
         linears, x = trio(), rows()
         with on_kernels() as calls:
             for _ in range(3):
-                outputs = [linear(x) for linear in linears]
+                outputs = linears(x)
             assert calls["int4_matmul"] == 3
-            twice = [linears[0](x), linears[0](x)]
+            twice = linears(x, (0, 0, 1))
             assert torch.equal(twice[0], twice[1]) and torch.equal(twice[0], outputs[0])
+            assert torch.equal(twice[2], outputs[1])
 
-    def test_results_go_when_they_are_taken_or_their_input_dies(self) -> None:
-        linears, x = trio(), rows()
+    def test_results_go_when_they_are_taken_or_their_input_or_owner_ends(self) -> None:
+        linears = trio()
+        calls: list[Any] = []
+
+        def look() -> None:
+            calls.append(next(iter(module_under_test._this_thread.calls.values())))
+            waiting.append(len(calls[-1]._outputs))
+
         with on_kernels():
-            output = linears[0](x)
-            call = module_under_test._this_thread.call
-            assert call is not None and len(call._outputs) == 2
-            del x
+            waiting: list[int] = []
+            linears(rows(), between=look)
+            assert waiting == [2, 1, 0]
+            assert not module_under_test._this_thread.calls
+            linears(rows(), (0,), between=look)
             gc.collect()
-            assert not call.is_open
-            x = rows()
+            assert not calls[-1].is_open
+            with pytest.raises(IndexError):
+                linears(rows(), (0, 5))
+            assert not module_under_test._this_thread.calls
+
+    def test_linears_whose_inputs_differ_stop_sharing(self) -> None:
+        linears, x = trio(), rows()
+        apart = Owner(linears)
+        apart.forward = lambda x: [linear(x.clone()) for linear in linears]  # type: ignore[method-assign]
+        share_inputs(apart, ["0", "1", "2"])
+        with on_kernels() as calls:
+            laid_out(apart)
+            for _ in range(3):
+                assert all_equal(apart(x), each_alone(linears, x))
+            calls.clear()
+            widths: list[int] = []
             for linear in linears:
-                output = linear(x)
-            assert not module_under_test._this_thread.call.is_open
-            assert output._base is not None
+                linear.register_forward_hook(
+                    lambda module, args, out: widths.append((out if out._base is None else out._base).shape[-1])
+                )
+            apart(x)
+            assert widths == list(OUTPUTS) and calls["int4_matmul"] == 3
 
     def test_threads_do_not_take_from_one_another(self) -> None:
         linears, failures = trio(), []
@@ -242,8 +332,7 @@ class TestResults:
             with torch.no_grad():
                 for step in range(20):
                     x = rows(100 * seed + step)
-                    expected = [alone_copies[seed][index](x) for index in range(3)]
-                    if any(not torch.equal(linears[index](x), expected[index]) for index in range(3)):
+                    if not all_equal(linears(x), [linear(x) for linear in alone_copies[seed]]):
                         failures.append((seed, step))
 
         alone_copies = [copy.deepcopy(linears) for _ in range(4)]
@@ -258,57 +347,59 @@ class TestResults:
         assert not failures
 
     def test_inference_mode_leaves_tensors_that_can_be_written(self) -> None:
-        linears = trio()
+        linears = owner_of(*(make(outputs) for outputs in OUTPUTS))
         with on_kernels():
             with torch.inference_mode():
                 x = rows()
-                for linear in linears:
-                    assert torch.equal(linear(x), alone(linear, x))
+                assert is_stacked(laid_out(linears))
+                assert all_equal(linears(x), each_alone(linears, x))
             linears[0].load_state_dict(make(48, seed=3).state_dict())
-            assert torch.equal(linears[0](x), make(48, seed=3)(x))
+            assert torch.equal(linears(rows())[0], make(48, seed=3)(rows()))
 
-    def test_a_compiled_model_computes_each_for_itself(self) -> None:
+    def test_a_compiled_owner_computes_each_for_itself(self) -> None:
         linears, x = trio(), rows()
-
-        def run(x: Tensor) -> tuple[Tensor, ...]:
-            return tuple(linear(x) for linear in linears)
-
         with on_kernels():
-            expected = run(x)
-            compiled = torch.compile(run, backend="eager", fullgraph=True)
-            assert all(torch.equal(*pair) for pair in zip(compiled(x), expected, strict=True))
+            expected = linears(x)
+            compiled = torch.compile(linears, backend="eager", fullgraph=True)
+            assert all_equal(compiled(x), expected)
             y = rows(1)
-            assert all(torch.equal(*pair) for pair in zip(compiled(y), run(y), strict=True))
+            assert all_equal(compiled(y), linears(y))
 
 
 class TestMemory:
-    """Weights lie together once; copying, moving and saving are as if they did not."""
+    """Weights lie together from when they came to their device; copies, moves and files are as if they did not."""
 
     @pytest.fixture
-    def linears(self) -> nn.ModuleList:
-        linears, x = trio(), rows()
-        with on_kernels():
-            for linear in linears:
-                linear(x)
+    def linears(self) -> Owner:
+        linears = trio()
         assert is_stacked(linears)
         return linears
 
-    def test_the_state_dict_is_what_it_was(self, linears: nn.ModuleList) -> None:
-        expected = trio().state_dict()
+    def test_nothing_moves_in_a_forward_pass(self, linears: Owner) -> None:
+        apart = owner_of(make(16), make(24))
+        held = apart.state_dict()
+        with on_kernels():
+            assert all_equal(apart(rows(), (0, 1)), each_alone(apart, rows()))
+            assert all(tensor.data_ptr() == held[name].data_ptr() for name, tensor in apart.state_dict().items())
+            held = linears.state_dict()
+            linears(rows())
+            assert all(tensor.data_ptr() == held[name].data_ptr() for name, tensor in linears.state_dict().items())
+
+    def test_the_state_dict_is_what_it_was(self, linears: Owner) -> None:
+        expected = owner_of(*(make(outputs) for outputs in OUTPUTS)).state_dict()
         assert linears.state_dict().keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in linears.state_dict().items())
         total = sum(tensor.nbytes for tensor in expected.values() if tensor.dtype == torch.int32)
         assert linears[0].weight_packed.untyped_storage().nbytes() == total
 
-    def _is_right(self, linears: nn.ModuleList, *, calls: int = 1) -> None:
+    def _is_right(self, linears: Owner, *, calls: int = 1) -> None:
         x = rows(11).to(linears[0].weight.dtype)
         with on_kernels() as counts:
-            outputs = [linear(x) for linear in linears]
+            outputs = linears(x)
             assert counts["int4_matmul"] == calls
-            assert all(torch.equal(out, alone(one, x)) for out, one in zip(outputs, linears, strict=True))
-        assert is_stacked(linears) == (calls == 1)
+            assert all_equal(outputs, each_alone(linears, x))
 
-    def test_a_copy_stands_for_itself(self, linears: nn.ModuleList) -> None:
+    def test_a_copy_stands_for_itself(self, linears: Owner) -> None:
         copied = copy.deepcopy(linears)
         copied[0].weight_packed.zero_()
         copied[1].bias.zero_()
@@ -317,39 +408,42 @@ class TestMemory:
         assert linears[0].weight_packed.any() and linears[1].bias.any()
         assert copied[0].shared_input is copied[2].shared_input is not linears[0].shared_input
 
-    def test_pickling(self, linears: nn.ModuleList) -> None:
+    def test_pickling(self, linears: Owner) -> None:
         file = io.BytesIO()
         torch.save(linears, file)
         file.seek(0)
         self._is_right(torch.load(file, weights_only=False))
 
-    def test_casts_and_moves(self, linears: nn.ModuleList) -> None:
+    def test_casts_and_moves(self, linears: Owner) -> None:
         scales = [linear.weight_scale.clone() for linear in linears]
-        linears.to(torch.float32)
-        assert all(torch.equal(linear.weight_scale, scale) for linear, scale in zip(linears, scales, strict=True))
-        self._is_right(linears)
-        linears._apply(lambda tensor: tensor.clone())  # as a move to another device
-        assert not is_stacked(linears)
-        self._is_right(linears)
+        with on_kernels():
+            linears.to(torch.float32)
+            assert all_equal([linear.weight_scale for linear in linears], scales)
+            self._is_right(linears)
+            before = linears[0].weight_packed.data_ptr()
+            linears._apply(lambda tensor: tensor.clone())  # as a move to another device
+            assert is_stacked(linears) and linears[0].weight_packed.data_ptr() != before
+            self._is_right(linears)
+        linears._apply(lambda tensor: tensor.clone())  # to one without kernels
+        assert not is_stacked(linears) and linears[0].shared_input._joined is None
 
-    def test_assigned_tensors_are_laid_out_anew(self, linears: nn.ModuleList) -> None:
-        state = {name: tensor.clone() for name, tensor in trio(seed=5).state_dict().items()}
-        linears.load_state_dict(state, assign=True)
-        assert not is_stacked(linears)
-        self._is_right(linears)
+    @pytest.mark.parametrize("bits", [(4, 4), (3, 4)])
+    def test_assigned_tensors_are_laid_out_anew(self, bits: tuple[int, int]) -> None:
+        linears = trio(bits=bits)
+        state = {name: tensor.clone() for name, tensor in trio(seed=5, bits=bits).state_dict().items()}
+        with on_kernels():
+            linears.load_state_dict(state, assign=True)
+            self._is_right(linears)
         assert all(torch.equal(linears.state_dict()[name], tensor) for name, tensor in state.items())
 
-    def test_a_linear_that_goes_another_way_ends_it(self, linears: nn.ModuleList) -> None:
+    def test_a_linear_that_goes_another_way_ends_it(self, linears: Owner) -> None:
         linears[1].shared_input = None
-        with on_kernels() as calls:
-            x = rows()
-            for linear in linears:
-                linear(x)
-            assert calls["int4_matmul"] == 3
+        self._is_right(linears, calls=3)
 
-    def test_a_copy_of_one_is_alone(self, linears: nn.ModuleList) -> None:
+    def test_a_copy_of_one_is_alone(self, linears: Owner) -> None:
         single, x = copy.copy(linears[1]), rows()
         with on_kernels() as calls:
-            linears[0](x)
-            assert torch.equal(single(x), linears[1](x))
-            assert calls["int4_matmul"] == 2
+            outputs: list[Tensor] = []
+            linears(x, (0,), between=lambda: outputs.append(single(x)))
+            assert torch.equal(outputs[0], linears[1](x))
+            assert calls["int4_matmul"] == 3

@@ -1,6 +1,7 @@
-"""Supported families: one function each that says where the roles are.
+"""Supported families: one function each that says where the roles are, and the table that names them by model type.
 
-Each function takes the model (on the meta device will do) and returns its `Architecture`.
+Each function takes the model (on the meta device will do) and returns its `Architecture`. Those of models with experts
+are in `expert_families`.
 """
 
 from __future__ import annotations
@@ -11,80 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from rotaquant.architectures.roles import Architecture, Attention, Block, Experts, Mlp, Norm, NormKind, Rope, Rows
+from rotaquant.architectures.expert_families import gpt_oss, mixtral, qwen_moe
+from rotaquant.architectures.pieces import decoder_of, gated_mlp, head_dim, pre_norms, rope, split_attention
+from rotaquant.architectures.roles import Architecture, Attention, Block, Mlp, Norm, NormKind, Rope, Rows
 from rotaquant.errors import RotaquantError
-
-_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-
-
-def head_dim(config: Any) -> int:
-    """Channels per head: the config's own figure where it names one, else hidden size over heads."""
-    named = getattr(config, "head_dim", None)
-    return int(named) if named is not None else int(config.hidden_size // config.num_attention_heads)
-
-
-def rope(config: Any, module: str = "model.rotary_emb", layer_type: str | None = None, **fields: Any) -> Rope:
-    """Rotary positions as the config scales them."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    parameters = parameters.get(layer_type) or parameters
-    static = parameters.get("rope_type", "default") in _STATIC_ROPE
-    return Rope(module=module, layer_type=layer_type, static=static, **fields)
-
-
-def split_attention(config: Any, *, o: str = "o_proj", path: str = "self_attn", **fields: Any) -> Attention:
-    """Attention with q, k and v apart; `fields` say what else is special."""
-    return Attention(
-        path=path,
-        q=Rows(f"{path}.q_proj"),
-        k=Rows(f"{path}.k_proj"),
-        v=Rows(f"{path}.v_proj"),
-        o=f"{path}.{o}",
-        heads=config.num_attention_heads,
-        **{
-            "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            "head_dim": head_dim(config),
-            "rope": rope(config),
-            **fields,
-        },
-    )
-
-
-def gated_mlp(width: int, path: str = "mlp") -> Mlp:
-    """A feed-forward part with gate and up apart."""
-    return Mlp(inputs=(f"{path}.gate_proj", f"{path}.up_proj"), down=f"{path}.down_proj", width=width)
-
-
-def pre_norms(attention: Attention, readers: tuple[str, ...], kind: NormKind = "rms") -> tuple[Norm, ...]:
-    """The two norms of a block in Llama's names: before attention and before the feed-forward part's `readers`."""
-    return (
-        Norm(path="input_layernorm", readers=attention.inputs, kind=kind),
-        Norm(path="post_attention_layernorm", readers=readers, kind=kind),
-    )
-
-
-def decoder_of(
-    model: PreTrainedModel, block: Callable[[int], Block], *, kind: NormKind = "rms", **fields: Any
-) -> Architecture:
-    """The whole model around its blocks, in Llama's names unless `fields` say otherwise."""
-    head = model.get_output_embeddings()
-    if head is None:
-        raise AttributeError("no head that gives logits")
-    names = {
-        "decoder": "model",
-        "embeddings": ("model.embed_tokens",),
-        "final_norm": "model.norm",
-        "head": next(name for name, module in model.named_modules() if module is head),
-        **fields,
-    }
-    names["final_norm"] = Norm(path=names["final_norm"], readers=(names["head"],), kind=kind)
-    config = model.config
-    return Architecture(
-        model_type=config.model_type,
-        hidden_size=config.hidden_size,
-        blocks=tuple(block(index) for index in range(config.num_hidden_layers)),
-        **names,
-    )
-
 
 # --- a norm before each part ------------------------------------------------------------------------------------
 
@@ -145,82 +76,6 @@ def phi3(model: PreTrainedModel) -> Architecture:
         return Block(path=f"model.layers.{index}", norms=norms, attention=attention, mlps=(mlp,))
 
     return decoder_of(model, block)
-
-
-# --- experts ----------------------------------------------------------------------------------------------------
-
-
-def sparse_block(
-    index: int, attention: Attention, experts: Experts, router: str, shared: Mlp | None = None, gate: str | None = None
-) -> Block:
-    """A pre-norm block whose feed-forward part is a router, experts and perhaps an expert shared by all tokens."""
-    mlps = (*experts.mlps, *((shared,) if shared else ()))
-    routers = (router, *((gate,) if gate else ()))
-    readers = (*routers, *(path for mlp in mlps for path in mlp.inputs))
-    return Block(
-        path=f"model.layers.{index}",
-        norms=pre_norms(attention, readers),
-        attention=attention,
-        mlps=mlps,
-        routers=routers,
-        experts=experts,
-    )
-
-
-def mixtral(model: PreTrainedModel) -> Architecture:
-    """Mistral's attention, a router and experts in every layer."""
-    config = model.config
-    attention = split_attention(config)
-    experts = Experts(
-        path="mlp.experts",
-        count=config.num_local_experts,
-        width=config.intermediate_size,
-        stored_gate_up=("w1", "w3"),
-        stored_down="w2",
-    )
-    return decoder_of(
-        model,
-        lambda index: sparse_block(index, attention, experts, "mlp.gate"),
-        renamed=((r"\.block_sparse_moe\.", ".mlp."),),
-    )
-
-
-def qwen_moe(model: PreTrainedModel) -> Architecture:
-    """Qwen3-MoE and Qwen2-MoE: dense and sparse layers; the latter's sparse layers have a shared expert too."""
-    config = model.config
-    attention = split_attention(config, normalised_keys=config.model_type == "qwen3_moe")
-    dense = gated_mlp(config.intermediate_size)
-    experts = Experts(
-        path="mlp.experts",
-        count=config.num_experts,
-        width=config.moe_intermediate_size,
-        stored_gate_up=("gate_proj", "up_proj"),
-        stored_down="down_proj",
-    )
-    shared_width = getattr(config, "shared_expert_intermediate_size", None)
-    shared = gated_mlp(shared_width, "mlp.shared_expert") if shared_width else None
-
-    def block(index: int) -> Block:
-        path = f"model.layers.{index}"
-        if not hasattr(model.get_submodule(path).mlp, "experts"):
-            return Block(path=path, norms=pre_norms(attention, dense.inputs), attention=attention, mlps=(dense,))
-        return sparse_block(index, attention, experts, "mlp.gate", shared, "mlp.shared_expert_gate" if shared else None)
-
-    return decoder_of(model, block)
-
-
-def gpt_oss(model: PreTrainedModel) -> Architecture:
-    """Attention with sinks, and experts with biases and a clamped gate."""
-    config = model.config
-    attention = split_attention(config, sinks=True, rope=rope(config, style="half-once"))
-    experts = Experts(
-        path="mlp.experts",
-        count=config.num_local_experts,
-        width=config.intermediate_size,
-        stored_gate_up=("gate_up_proj",),
-        stored_down="down_proj",
-    )
-    return decoder_of(model, lambda index: sparse_block(index, attention, experts, "mlp.router"))
 
 
 # --- norms after the parts --------------------------------------------------------------------------------------

@@ -74,13 +74,14 @@ class RotaquantQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        # Matrices are made now, not in the first forward pass: that one may be traced by torch.compile.
+        # Matrices and layouts are made now, not in the first forward pass: that one may be traced or captured.
         for module in model.modules():
             codec = getattr(module, "kv_codec", None)
             if isinstance(codec, LayerCodec) and codec.query_key is not None:
                 codec.prepare(next(iter(module.state_dict().values())).device)
             if isinstance(module, QuantizedLinear):
                 module.prepare(module.weight.device)
+                module.lay_out()
                 if module.layout.weights and module.weight_shape.tolist() != [module.out_features, module.in_features]:
                     raise RotaquantError(
                         f"weight_shape {module.weight_shape.tolist()} contradicts the model; get a good copy"

@@ -77,14 +77,6 @@ def has_kernel(operation: str) -> bool:
     return registered and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
 
 
-def registered_operations() -> tuple[str, ...]:
-    """The names of all operations that are registered with torch, sorted."""
-    names = (
-        name.removeprefix("rotaquant::") for name in torch._C._dispatch_get_all_op_names() if "rotaquant::" in name
-    )
-    return tuple(sorted(set(names)))
-
-
 def refusal(plan: Plan, problem: Problem, capability: Capability | None) -> str | None:
     """Why a problem (its output in half precision) cannot be multiplied by `plan`, or `None` where it can."""
     unsound = _unsound(plan)

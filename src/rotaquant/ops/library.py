@@ -1,19 +1,22 @@
 """The operations as torch sees them: registered out of place, with fakes, so that compiling and capturing know them.
 
 On the CPU each is its definition in `reference`; on a CUDA device it is a Triton kernel. Kernels are imported when the
-first one runs: Triton is no requirement of the package.
+first one runs: Triton is no requirement of the package. Operands that do not fit raise `RotaquantError` (`checks`),
+the same on every device. The product of float activations has a gradient; integers have none.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotaquant.ops import packing, reference
+from rotaquant.ops import checks, packing, reference
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,8 @@ def rmsnorm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add `residual` `[m, n]` to x (if any), normalise rows by their root mean square, quantize as `quantize_rows`.
 
-    Gives codes, scales and the sum, in the dtype of x. A norm's gain is folded into the weights that read it.
+    Gives codes, scales and the sum; `residual` has the dtype of x. A norm's gain is folded into the weights that read
+    it.
     """
     return torch.ops.rotaquant.rmsnorm_quantize(x, residual, eps, bits, clip_ratio, group_size, planar)
 
@@ -73,7 +77,7 @@ def rmsnorm_quantize(
 def w4a16_matmul(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     """Product of float activations and packed 4-bit weights: `[m, k]`, int32 `[n, words]` -> `[m, n]` as x.
 
-    `weight_scale` is `[n, 1 or groups]`. On a GPU x has 16 bits and sums are float32.
+    `weight_scale` is `[n, 1 or groups]`. On a GPU x has 16 bits and sums are float32. x and bias have gradients.
     """
     return torch.ops.rotaquant.w4a16_matmul(x, weight_packed, weight_scale, bias)
 
@@ -112,20 +116,17 @@ def int8_matmul(
 def _quantize_rows_fake(
     x: Tensor, bits: int, clip_ratio: float, group_size: int | None, planar: bool
 ) -> tuple[Tensor, Tensor]:
+    checks.rows("x", x)
+    checks.grid(x.shape[1], bits, group_size, planar)
+    return codes_like(x, group_size, planar)
+
+
+def codes_like(x: Tensor, group_size: int | None, planar: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows like x, without values."""
     rows, columns = x.shape
     codes = x.new_empty((rows, 2 if planar else 1, packing.plane_columns(columns, planar)), dtype=torch.int8)
-    return codes, x.new_empty((rows, columns // (group_size or columns)), dtype=torch.float32)
-
-
-def _product_fake(
-    codes: Tensor,
-    token_scale: Tensor,
-    weight_packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return codes.new_empty((codes.shape[0], weight_packed.shape[0]), dtype=dtype)
+    scales = x.new_empty((rows, columns // (group_size or columns)), dtype=reference.compute_dtype(x.dtype))
+    return codes, scales
 
 
 def _rmsnorm_quantize_fake(
@@ -137,87 +138,18 @@ def _rmsnorm_quantize_fake(
     group_size: int | None,
     planar: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if residual is not None:
+        checks.alike("residual", residual, "x", x)
     return *_quantize_rows_fake(x, bits, clip_ratio, group_size, planar), x.new_empty(x.shape)
 
 
 def _w4a16_fake(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    checks.float_product(x, weight_packed, weight_scale, bias)
     return x.new_empty((x.shape[0], weight_packed.shape[0]))
 
 
-torch.library.register_fake("rotaquant::quantize_rows", _quantize_rows_fake, lib=LIBRARY)
-torch.library.register_fake("rotaquant::rmsnorm_quantize", _rmsnorm_quantize_fake, lib=LIBRARY)
-torch.library.register_fake("rotaquant::w4a16_matmul", _w4a16_fake, lib=LIBRARY)
-for _name in ("int4_matmul", "int8_matmul"):
-    torch.library.register_fake(f"rotaquant::{_name}", _product_fake, lib=LIBRARY)
-
-
-# --- the definitions -------------------------------------------------------------------------------------------
-
-
-def _quantize_rows_cpu(
-    x: Tensor, bits: int, clip_ratio: float, group_size: int | None, planar: bool
-) -> tuple[Tensor, Tensor]:
-    codes, scale = reference.quantize_rows(x, bits, clip_ratio, group_size)
-    return packing.to_planes(codes, planar), scale
-
-
-def _product_cpu(weight_bits: int) -> object:
-    def run(
-        codes: Tensor,
-        token_scale: Tensor,
-        weight_packed: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        columns = codes.shape[1] * codes.shape[2]
-        weight = packing.unpack_weight(weight_packed, weight_bits, columns)
-        rows = packing.from_planes(codes, columns)
-        out = reference.quantized_matmul(rows, token_scale, weight, weight_scale, (8, weight_bits))
-        return (out if bias is None else out + bias.to(out.dtype)).to(dtype)
-
-    return run
-
-
-def _rmsnorm_quantize_cpu(
-    x: Tensor,
-    residual: Tensor | None,
-    eps: float,
-    bits: int,
-    clip_ratio: float,
-    group_size: int | None,
-    planar: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # An operation's outputs are never its inputs.
-    total = x.clone() if residual is None else x + residual
-    return *_quantize_rows_cpu(reference.rms_norm(total, eps), bits, clip_ratio, group_size, planar), total
-
-
-def _w4a16_cpu(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    codes = packing.unpack_weight(weight_packed, 4, x.shape[1])
-    weight = reference.dequantize_groups(codes, weight_scale, x.dtype)
-    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-
-
-LIBRARY.impl("quantize_rows", _quantize_rows_cpu, "CPU")
-LIBRARY.impl("rmsnorm_quantize", _rmsnorm_quantize_cpu, "CPU")
-LIBRARY.impl("w4a16_matmul", _w4a16_cpu, "CPU")
-LIBRARY.impl("int4_matmul", _product_cpu(4), "CPU")
-LIBRARY.impl("int8_matmul", _product_cpu(8), "CPU")
-
-
-# --- the kernels -----------------------------------------------------------------------------------------------
-
-
-def _quantize_rows_cuda(
-    x: Tensor, bits: int, clip_ratio: float, group_size: int | None, planar: bool
-) -> tuple[Tensor, Tensor]:
-    from rotaquant.ops import quantize_kernels
-
-    return quantize_kernels.quantize_rows(x, bits, clip_ratio, group_size, planar)
-
-
-def _product_cuda(
+def _product_fake(
+    weight_bits: int,
     codes: Tensor,
     token_scale: Tensor,
     weight_packed: Tensor,
@@ -225,12 +157,38 @@ def _product_cuda(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    from rotaquant.ops import product_kernels
+    checks.integer_product(codes, token_scale, weight_packed, weight_scale, bias, weight_bits)
+    return codes.new_empty((codes.shape[0], weight_packed.shape[0]), dtype=dtype)
 
-    return product_kernels.product(codes, token_scale, weight_packed, weight_scale, bias, dtype)
+
+# --- the definitions, and the kernels ----------------------------------------------------------------------------
 
 
-def _rmsnorm_quantize_cuda(
+def _quantize_rows(
+    x: Tensor, bits: int, clip_ratio: float, group_size: int | None, planar: bool
+) -> tuple[Tensor, Tensor]:
+    checks.rows("x", x)
+    checks.grid(x.shape[1], bits, group_size, planar)
+    if not _by_kernel(x):
+        return _quantize_by_definition(x, bits, clip_ratio, group_size, planar)
+    from rotaquant.ops import quantize_kernels
+
+    return quantize_kernels.quantize_rows(x, bits, clip_ratio, group_size, planar)
+
+
+def _by_kernel(x: Tensor) -> bool:
+    # Kernels compute in float32; float64 is for checking.
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def _quantize_by_definition(
+    x: Tensor, bits: int, clip_ratio: float, group_size: int | None, planar: bool
+) -> tuple[Tensor, Tensor]:
+    codes, scale = reference.quantize_rows(x, bits, clip_ratio, group_size)
+    return packing.to_planes(codes, planar), scale.contiguous()
+
+
+def _rmsnorm_quantize(
     x: Tensor,
     residual: Tensor | None,
     eps: float,
@@ -239,22 +197,93 @@ def _rmsnorm_quantize_cuda(
     group_size: int | None,
     planar: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from rotaquant.ops import quantize_kernels
+    checks.rows("x", x)
+    checks.grid(x.shape[1], bits, group_size, planar)
+    if residual is not None:
+        checks.alike("residual", residual, "x", x)
+    if _by_kernel(x):
+        from rotaquant.ops import quantize_kernels
 
-    codes, scale, total = quantize_kernels.rmsnorm_quantize(x, residual, eps, bits, clip_ratio, group_size, planar)
-    return codes, scale, x.clone() if residual is None else total
+        codes, scale, total = quantize_kernels.rmsnorm_quantize(x, residual, eps, bits, clip_ratio, group_size, planar)
+    else:
+        total = x if residual is None else x + residual
+        normed = reference.rms_norm(total, eps)
+        codes, scale = _quantize_by_definition(normed, bits, clip_ratio, group_size, planar)
+    # An operation's outputs are never its inputs.
+    return codes, scale, x.clone(memory_format=torch.contiguous_format) if residual is None else total.contiguous()
 
 
-def _w4a16_cuda(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    if x.element_size() != 2:
-        return _w4a16_cpu(x, weight_packed, weight_scale, bias)
+def _w4a16(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    checks.float_product(x, weight_packed, weight_scale, bias)
+    if not x.is_cuda or x.element_size() != 2:
+        weight = _float_weight(weight_packed, weight_scale, x.shape[1], x.dtype)
+        return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     from rotaquant.ops import weight_only_kernels
 
     return weight_only_kernels.product(x, weight_packed, weight_scale, bias)
 
 
-LIBRARY.impl("quantize_rows", _quantize_rows_cuda, "CUDA")
-LIBRARY.impl("rmsnorm_quantize", _rmsnorm_quantize_cuda, "CUDA")
-LIBRARY.impl("w4a16_matmul", _w4a16_cuda, "CUDA")
-LIBRARY.impl("int4_matmul", _product_cuda, "CUDA")
-LIBRARY.impl("int8_matmul", _product_cuda, "CUDA")
+def _float_weight(weight_packed: Tensor, weight_scale: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return reference.dequantize_groups(packing.unpack_weight(weight_packed, 4, columns), weight_scale, dtype)
+
+
+def _product(
+    weight_bits: int,
+    codes: Tensor,
+    token_scale: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    checks.integer_product(codes, token_scale, weight_packed, weight_scale, bias, weight_bits)
+    if _by_kernel(token_scale):
+        from rotaquant.ops import product_kernels
+
+        return product_kernels.product(codes, token_scale, weight_packed, weight_scale, bias, dtype)
+    columns = codes.shape[1] * codes.shape[2]
+    weight = packing.unpack_weight(weight_packed, weight_bits, columns)
+    rows = packing.from_planes(codes, columns)
+    out = reference.quantized_matmul(rows, token_scale, weight, weight_scale, (8, weight_bits))
+    return (out if bias is None else out + bias.to(out.dtype)).to(dtype)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------
+
+
+def _w4a16_keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    x, weight_packed, weight_scale, bias = inputs
+    ctx.save_for_backward(weight_packed, weight_scale)
+    ctx.columns, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
+
+
+def _w4a16_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+    """Gradients of x and bias: codes have none, and scales belong to their codes."""
+    x_grad = bias_grad = None
+    if ctx.needs_input_grad[0]:
+        # Widened anew: to keep it would undo what packing saves.
+        weight_packed, weight_scale = ctx.saved_tensors
+        x_grad = grad @ _float_weight(weight_packed, weight_scale, ctx.columns, grad.dtype)
+    if ctx.needs_input_grad[3]:
+        bias_grad = grad.sum(0).to(ctx.bias_dtype)
+    return x_grad, None, None, bias_grad
+
+
+# --- registration ----------------------------------------------------------------------------------------------
+
+
+def register(name: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
+    """Register an operation's implementation, one for all devices, and its fake."""
+    torch.library.register_fake(f"rotaquant::{name}", fake, lib=LIBRARY)
+    # Torch would differentiate a definition, and no kernel: what has a gradient has one by `register_autograd`.
+    ungraded = torch.no_grad()(run)
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, ungraded, device)
+
+
+register("quantize_rows", _quantize_rows, _quantize_rows_fake)
+register("rmsnorm_quantize", _rmsnorm_quantize, _rmsnorm_quantize_fake)
+register("w4a16_matmul", _w4a16, _w4a16_fake)
+register("int4_matmul", partial(_product, 4), partial(_product_fake, 4))
+register("int8_matmul", partial(_product, 8), partial(_product_fake, 8))
+torch.library.register_autograd("rotaquant::w4a16_matmul", _w4a16_backward, setup_context=_w4a16_keep, lib=LIBRARY)

@@ -22,7 +22,7 @@ from rotaquant.errors import RotaquantError
 from rotaquant.ops import packing
 from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch
 from rotaquant.ops.factors import LARGEST_TILE, left_parts
-from rotaquant.ops.quantize_kernels import (
+from rotaquant.ops.quantize_units import (
     by_words,
     clamped,
     larger,

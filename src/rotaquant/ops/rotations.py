@@ -6,12 +6,14 @@ the rotations that `factors` can split. Float32 activations are rotated by their
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from rotaquant.ops import packing, reference
+from rotaquant.ops import checks, reference
 from rotaquant.ops.factors import Factors
-from rotaquant.ops.library import LIBRARY, quantize_rows
+from rotaquant.ops.library import LIBRARY, codes_like, quantize_rows, register
 
 _ROTATION = "Tensor left, int order, Tensor? right, float norm"
 _GRID = "int bits, float clip_ratio, int? group_size, bool planar"
@@ -27,6 +29,7 @@ def hadamard(x: Tensor, factors: Factors, dtype: torch.dtype | None = None) -> T
 
     `factors` come from `rotation_factors`, for a Hadamard transform of the whole row, or from `mix_factors`, for a mix
     of heads (`head_mix`). Sums are float32; on a GPU, of a row's values to 16 bits after the first of two products.
+    x has a gradient.
     """
     return torch.ops.rotaquant.rotate(x, *_fields(factors), dtype or x.dtype)
 
@@ -92,13 +95,9 @@ def _fields(factors: Factors) -> tuple[Tensor, int, Tensor | None, float]:
 # --- fakes -----------------------------------------------------------------------------------------------------
 
 
-def _codes_fake(x: Tensor, group_size: int | None, planar: bool) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
-    codes = x.new_empty((rows, 2 if planar else 1, packing.plane_columns(columns, planar)), dtype=torch.int8)
-    return codes, x.new_empty((rows, columns // (group_size or columns)), dtype=torch.float32)
-
-
 def _rotate_fake(x: Tensor, left: Tensor, order: int, right: Tensor | None, norm: float, dtype: torch.dtype) -> Tensor:
+    checks.rows("x", x)
+    checks.rotation(x, left, order, right)
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -113,7 +112,10 @@ def _rotate_quantize_fake(
     group_size: int | None,
     planar: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _codes_fake(x, group_size, planar)
+    checks.rows("x", x)
+    checks.rotation(x, left, order, right)
+    checks.grid(x.shape[1], bits, group_size, planar)
+    return codes_like(x, group_size, planar)
 
 
 def _gated_rotate_quantize_fake(
@@ -129,12 +131,10 @@ def _gated_rotate_quantize_fake(
     group_size: int | None,
     planar: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _codes_fake(gate, group_size, planar)
-
-
-torch.library.register_fake("rotaquant::rotate", _rotate_fake, lib=LIBRARY)
-torch.library.register_fake("rotaquant::rotate_quantize", _rotate_quantize_fake, lib=LIBRARY)
-torch.library.register_fake("rotaquant::gated_rotate_quantize", _gated_rotate_quantize_fake, lib=LIBRARY)
+    checks.rows("gate", gate)
+    checks.alike("up", up, "gate", gate)
+    checks.activation(activation)
+    return _rotate_quantize_fake(gate, left, order, right, norm, bits, clip_ratio, group_size, planar)
 
 
 # --- the definitions, and the kernels ---------------------------------------------------------------------------
@@ -149,8 +149,10 @@ def _by_kernel(x: Tensor, order: int, right: Tensor | None) -> bool:
 
 
 def _rotate(x: Tensor, left: Tensor, order: int, right: Tensor | None, norm: float, dtype: torch.dtype) -> Tensor:
+    checks.rows("x", x)
+    checks.rotation(x, left, order, right)
     if not _by_kernel(x, order, right):
-        return reference.rotate_by_factors(x, left[:order, :order], right, norm).to(dtype)
+        return reference.rotate_by_factors(x, left[:order, :order], right, norm).to(dtype).contiguous()
     from rotaquant.ops import rotation_kernels
 
     return rotation_kernels.rotate(x, left, order, right, norm, dtype)
@@ -167,6 +169,9 @@ def _rotate_quantize(
     group_size: int | None,
     planar: bool,
 ) -> tuple[Tensor, Tensor]:
+    checks.rows("x", x)
+    checks.rotation(x, left, order, right)
+    checks.grid(x.shape[1], bits, group_size, planar)
     if group_size is not None or not _by_kernel(x, order, right):
         rotated = _rotate(x, left, order, right, norm, reference.compute_dtype(x.dtype))
         return quantize_rows(rotated, bits, clip_ratio, group_size, planar)
@@ -188,15 +193,40 @@ def _gated_rotate_quantize(
     group_size: int | None,
     planar: bool,
 ) -> tuple[Tensor, Tensor]:
+    checks.rows("gate", gate)
+    checks.alike("up", up, "gate", gate)
+    checks.activation(activation)
     if group_size is not None or not _by_kernel(gate, order, right):
         x = reference.ACTIVATIONS[activation](gate) * up
         return _rotate_quantize(x, left, order, right, norm, bits, clip_ratio, group_size, planar)
+    checks.rotation(gate, left, order, right)
+    checks.grid(gate.shape[1], bits, group_size, planar)
     from rotaquant.ops import rotation_kernels
 
     return rotation_kernels.rotate_quantize(gate, up, activation, left, order, right, norm, bits, clip_ratio, planar)
 
 
-for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("rotate", _rotate, _device)
-    LIBRARY.impl("rotate_quantize", _rotate_quantize, _device)
-    LIBRARY.impl("gated_rotate_quantize", _gated_rotate_quantize, _device)
+# --- the gradient ----------------------------------------------------------------------------------------------
+
+
+def _rotate_keep(
+    ctx: Any, inputs: tuple[Tensor, Tensor, int, Tensor | None, float, torch.dtype], output: Tensor
+) -> None:
+    x, left, order, right, norm, _ = inputs
+    ctx.save_for_backward(left, right)
+    ctx.order, ctx.norm, ctx.dtype = order, norm, x.dtype
+
+
+def _rotate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of x is the rotation by transposed factors; the factors are constants."""
+    left, right = ctx.saved_tensors
+    back = None if right is None else right.mT
+    # Kernels take `left` in the dtype of what it meets.
+    x_grad = torch.ops.rotaquant.rotate(grad, left.mT.to(grad.dtype), ctx.order, back, ctx.norm, ctx.dtype)
+    return x_grad, None, None, None, None, None
+
+
+register("rotate", _rotate, _rotate_fake)
+register("rotate_quantize", _rotate_quantize, _rotate_quantize_fake)
+register("gated_rotate_quantize", _gated_rotate_quantize, _gated_rotate_quantize_fake)
+torch.library.register_autograd("rotaquant::rotate", _rotate_backward, setup_context=_rotate_keep, lib=LIBRARY)

@@ -20,23 +20,34 @@ FEW_TOKENS = 64
 
 
 @triton.jit
-def _widened(nibble, kind: tl.constexpr):
-    """Codes 0..15 as the values -8..7 in a 16-bit type."""
+def _widened(nibble, kind: tl.constexpr, ASM: tl.constexpr):
+    """Codes 0..15 as the values -8..7 in a 16-bit type, over `_unit(kind)`; in the interpreter in float32."""
     if kind == tl.bfloat16:
-        # The mantissa of 128 counts in ones: to set its lowest bits adds the code, without a conversion.
-        value = (nibble.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-        return value - 136.0
+        # The mantissa of 2**-4 counts in units of 2**-11: to set its lowest bits adds the code, without a conversion.
+        value = (nibble.to(tl.int16) | 0x3D80).to(tl.bfloat16, bitcast=True)
+        # The interpreter subtracts bfloat16 as integers.
+        value = value if ASM else value.to(tl.float32)
+        return value - 0.06640625
     else:
         value = (nibble.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
         return value - 1032.0
 
 
 @triton.jit
-def _sixteenths(packed, position: tl.constexpr):
-    """1 + n/16 in float32 for the code n = 0..15 whose lowest bit is at `position` of a word."""
-    # To set the highest bits of the mantissa of one takes a shift and a mask, and no conversion.
-    aligned = packed << (19 - position) if position <= 19 else packed >> (position - 19)
-    return ((aligned & 0x00780000) | 0x3F800000).to(tl.float32, bitcast=True)
+def _unit(kind: tl.constexpr):
+    """What `_widened` divides by: sums over a step of activations as large as bfloat16 holds stay finite."""
+    return 2048.0 if kind == tl.bfloat16 else 1.0
+
+
+@triton.jit
+def _sixty_fourths(packed, upper, position: tl.constexpr):
+    """(n - 8) / 64 in float32, exactly, for the code n whose lowest bit is at `position`; `upper` is `packed >> 12`."""
+    # Set in the mantissa of a power of two, a code is so many units above it. Where it is decides which power's
+    # mantissa counts in units of 1/64: most take a mask and no shift.
+    word = packed if position <= 16 else upper
+    at: tl.constexpr = position if position <= 16 else position - 12
+    value = ((word & (0xF << at)) | ((127 + 17 - at) << 23)).to(tl.float32, bitcast=True)
+    return value - ((1 << (17 - at)) * 1.0 + 0.125)
 
 
 @triton.jit
@@ -56,13 +67,16 @@ def _single(
         tl.extra.cuda.gdc_launch_dependents()
     xp = (x + m * x_stride).to(tl.pointer_type(tl.int32)) + 4 * rk
     total = tl.zeros((BN, BK), tl.float32)
+    if not GROUPED:
+        c = tl.load(scale + rn % N).to(tl.float32)[:, None] * 64.0
     for k in tl.range(0, W, BK, num_stages=STAGES):
         if EVEN:
             packed = tl.load(wp)
         else:
             packed = tl.load(wp, mask=(k + rk < W)[None, :], other=0)
+        upper = packed >> 12
+        # Eight products over 64 add up to no more than the largest activation: no sum overflows before its scale.
         sums = tl.zeros((BN, BK), tl.float32)
-        inputs = tl.zeros((BK,), tl.float32)
         for pair in tl.static_range(4):
             if EVEN:
                 words = tl.load(xp + pair)
@@ -70,21 +84,15 @@ def _single(
                 words = tl.load(xp + pair, mask=k + rk < W, other=0)
             even = words.to(tl.int16).to(kind, bitcast=True).to(tl.float32)
             odd = (words >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
-            sums += _sixteenths(packed, 8 * pair) * even[None, :]
-            sums += _sixteenths(packed, 8 * pair + 4) * odd[None, :]
-            inputs += even + odd
-        # (n - 8) / 16 = (1 + n / 16) - 1.5
-        sums = (sums - 1.5 * inputs[None, :]) * 16.0
+            sums += _sixty_fourths(packed, upper, 8 * pair) * even[None, :]
+            sums += _sixty_fourths(packed, upper, 8 * pair + 4) * odd[None, :]
         if GROUPED:
             group = tl.minimum((k + rk) // size, groups - 1)
-            c = tl.load(scale + (rn % N).to(tl.int64)[:, None] * groups + group[None, :])
-            sums = sums * c.to(tl.float32)
-        total += sums
+            c = tl.load(scale + (rn % N).to(tl.int64)[:, None] * groups + group[None, :]).to(tl.float32) * 64.0
+        total += sums * c
         wp += BK
         xp += 4 * BK
     result = tl.sum(total, 1)
-    if not GROUPED:
-        result = result * tl.load(scale + rn % N).to(tl.float32)
     if BIAS:
         result += tl.load(bias + rn % N).to(tl.float32)
     tl.store(out + m * N + rn, result.to(out.dtype.element_ty), mask=rn < N)
@@ -94,8 +102,10 @@ def _single(
 def _few(
     w, x, out, scale, bias, N, M, H, groups, size, x_stride,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, GROUPED: tl.constexpr, FINE: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    # A step lies within one group, or (FINE) takes several.
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     rk = tl.arange(0, BK)
@@ -107,6 +117,8 @@ def _few(
     wp = w + (rn % N).to(tl.int64)[:, None] * H + rk[None, :]
     xp = (x + (rm % M).to(tl.int64) * x_stride).to(tl.pointer_type(tl.int32))[None, :] + rk[:, None]
     total = tl.zeros((BN, BM), tl.float32)
+    if not GROUPED:
+        c = tl.load(scale + rn % N).to(tl.float32)[:, None] * _unit(kind)
     for k in tl.range(0, H, BK, num_stages=STAGES):
         if EVEN:
             packed = tl.load(wp)
@@ -114,23 +126,28 @@ def _few(
         else:
             packed = tl.load(wp, mask=(k + rk < H)[None, :], other=0)
             words = tl.load(xp, mask=(k + rk < H)[:, None], other=0)
-        low, high = _widened(packed & 0xF, kind), _widened(packed >> 4, kind)
+        low, high = _widened(packed & 0xF, kind, ASM), _widened(packed >> 4, kind, ASM)
         even = words.to(tl.int16).to(kind, bitcast=True)
         odd = (words >> 16).to(tl.int16).to(kind, bitcast=True)
+        if FINE:
+            group = tl.minimum((k + rk) // size, groups - 1)
+            c = tl.load(scale + (rn % N).to(tl.int64)[:, None] * groups + group[None, :]).to(tl.float32) * _unit(kind)
+            low, high = low.to(tl.float32) * c, high.to(tl.float32) * c
+            if ASM:
+                low, high = low.to(kind), high.to(kind)
         if ASM:
             sums = tl.dot(high, odd, tl.dot(low, even))
         else:
             # The interpreter takes bfloat16 for integers.
             sums = tl.dot(low.to(tl.float32), even.to(tl.float32)) + tl.dot(high.to(tl.float32), odd.to(tl.float32))
-        if GROUPED:
-            # A step lies within one group.
-            c = tl.load(scale + (rn % N).to(tl.int64) * groups + k // size).to(tl.float32)
-            sums = sums * c[:, None]
-        total += sums
+        if FINE:
+            total += sums
+        else:
+            if GROUPED:
+                c = tl.load(scale + (rn % N).to(tl.int64) * groups + k // size).to(tl.float32)[:, None] * _unit(kind)
+            total += sums * c
         wp += BK
         xp += BK
-    if not GROUPED:
-        total = total * tl.load(scale + rn % N).to(tl.float32)[:, None]
     if BIAS:
         total += tl.load(bias + rn % N).to(tl.float32)[:, None]
     op = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
@@ -166,39 +183,54 @@ def product(
 ) -> Tensor:
     """Product of `[m, k]` in 16 bits and packed weights int32 `[n, words]` -> `[m, n]` in the dtype of x.
 
-    `weight_scale` is `[n, 1 or groups]`; groups are of whole words of weights. Sums are float32.
+    `weight_scale` is `[n, 1 or groups]`. Sums are float32; where groups are of fewer than 64 columns, several tokens
+    meet weights that were rounded to the dtype of x, as in the definition.
     """
     # Kernels know no strides but those of rows that follow one another.
     weight_packed, weight_scale = weight_packed.contiguous(), weight_scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     tokens, columns = x.shape
     outputs, groups = weight_scale.shape
-    half, size = weight_packed.shape[1] * 4, columns // groups // 2
-    step = next((step for step in (128, 64, 32) if size % step == 0), 0) if groups > 1 else 128
-    if tokens > few or columns % 2 or step == 0:
+    if tokens > few or columns // groups % 2:
         wide = widen(weight_packed, weight_scale, columns, x.dtype)
         return torch.nn.functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if tokens == 0 or outputs == 0:
         return out
-    if x.stride(1) != 1 or x.stride(0) % 2 or x.data_ptr() % 4 or half * 2 != columns:
+    padded = weight_packed.shape[1] * 8
+    if x.stride(1) != 1 or x.stride(0) % 2 or x.data_ptr() % 4 or padded != columns:
         # Whole words of weights and pairs of columns; what is added meets zeros.
-        x = torch.nn.functional.pad(x, (0, 2 * half - columns)).contiguous()
+        x = torch.nn.functional.pad(x, (0, padded - columns)).contiguous()
+    size = columns // groups
+    launch = _launch_single if tokens == 1 and (groups == 1 or size % 8 == 0) else _launch_few
+    launch((weight_packed, x, out, weight_scale, out if bias is None else bias), size, bias is not None)
+    return out
+
+
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _launch_single(operands: _Operands, size: int, biased: bool) -> None:
+    w, x, out, scale, _ = operands
+    (outputs, groups), words, block = scale.shape, w.shape[1], 128
     pdl = programmatic_launch(x.device)
-    if tokens == 1:
-        words, block = weight_packed.shape[1], 128
-        _single[(triton.cdiv(outputs, 16), tokens)](
-            weight_packed, x, out, weight_scale, out if bias is None else bias,
-            outputs, words, groups, size // 4, x.stride(0), 16, block, 4,
-            words % block == 0, groups > 1, bias is not None, pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
-        return out
+    _single[(triton.cdiv(outputs, 16), 1)](
+        *operands, outputs, words, groups, size // 8, x.stride(0), 16, block, 4,
+        words % block == 0, groups > 1, biased, pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _launch_few(operands: _Operands, size: int, biased: bool) -> None:
+    w, x, out, scale, bias = operands
+    tokens, (outputs, groups), half = len(x), scale.shape, w.shape[1] * 4
+    pdl = programmatic_launch(x.device)
     tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     block = 32 if outputs < 64 * 2 * multiprocessors(x.device) else 64
+    step = 128 if groups == 1 else next((step for step in (128, 64, 32) if size // 2 % step == 0), 0)
+    fine, step = step == 0, step or 64
     _few[(triton.cdiv(outputs, block), triton.cdiv(tokens, tile))](
-        weight_packed.view(torch.uint8), x, out, weight_scale, out if bias is None else bias,
-        outputs, tokens, half, groups, size, x.stride(0), block, tile, step, 4,
-        half % step == 0, groups > 1, bias is not None, inline_assembly(x.device), pdl,
+        w.view(torch.uint8), x, out, scale, bias,
+        outputs, tokens, half, groups, size // 2, x.stride(0), block, tile, step, 4,
+        half % step == 0, groups > 1, fine, biased, inline_assembly(x.device), pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    return out

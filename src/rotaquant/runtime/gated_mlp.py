@@ -8,6 +8,7 @@ multiplier or a rounding of its own, of whichever model, keeps a module as it is
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from rotaquant.architectures import Block, Mlp
 from rotaquant.ops.reference import ACTIVATIONS
@@ -33,8 +35,8 @@ def activation_of(gate: Callable[[Tensor], Tensor | None]) -> str | None:
     try:
         with torch.no_grad():
             outcomes = [gate(trial.clone()) for trial in trials]
-    # A module that wants more than stand-ins give it cannot be told; it runs as it is.
-    except (AttributeError, TypeError, ValueError, RuntimeError):
+    # A module of whatever family that wants more than stand-ins give it cannot be told; it runs as it is.
+    except Exception:
         return None
     for name, activation in ACTIVATIONS.items():
         if all(_is_gated(outcome, trial, activation) for outcome, trial in zip(outcomes, trials, strict=True)):
@@ -44,15 +46,22 @@ def activation_of(gate: Callable[[Tensor], Tensor | None]) -> str | None:
 
 def _trial_input(dtype: torch.dtype) -> Tensor:
     rows, columns = _TRIAL_SHAPE
-    # Close together where activations bend, and far out too, where clamps would show.
+    # Close together where activations bend; and, where clamps would show, any pair of sizes up to no number at all.
     spread = torch.linspace(-1, 1, rows * columns, device="cpu") ** 3
-    gate, up = 60 * spread.view(rows, columns), 80 * spread.view(columns, rows).T
+    near = 60 * spread.view(rows, columns), 80 * spread.view(columns, rows).T
+    sizes = torch.logspace(0, math.log10(torch.finfo(dtype).max) - 0.01, (columns - 4) // 2, device="cpu")
+    ends = torch.tensor((0.0, torch.inf, -torch.inf, torch.nan), device="cpu")
+    far = torch.cat((sizes, -sizes, ends)).expand(columns, columns)
+    gate, up = torch.cat((near[0], far)), torch.cat((near[1], far.T))
     return torch.cat((gate, up), dim=-1).to(dtype)
 
 
 def _is_gated(outcome: Tensor | None, trial: Tensor, activation: Callable[[Tensor], Tensor]) -> bool:
     gate, up = trial.chunk(2, dim=-1)
-    return isinstance(outcome, Tensor) and outcome.dtype == trial.dtype and torch.equal(outcome, activation(gate) * up)
+    expected = activation(gate) * up
+    if not isinstance(outcome, Tensor) or outcome.dtype != trial.dtype or outcome.shape != expected.shape:
+        return False
+    return bool(((outcome == expected) | (outcome.isnan() & expected.isnan())).all())
 
 
 # --- modules ----------------------------------------------------------------------------------------------------
@@ -60,12 +69,16 @@ def _is_gated(outcome: Tensor | None, trial: Tensor, activation: Callable[[Tenso
 
 @dataclass(frozen=True, kw_only=True)
 class Gating:
-    """How a module gates: its linears by name, its activation's name, and which other modules it had in the trial."""
+    """How a module gates: its linears by name, its activation's name, and what was so in the trial.
+
+    That are its other modules, and whether it was training: dropout may be one of them.
+    """
 
     inputs: tuple[str, ...]
     down: str
     activation: str
     others: tuple[tuple[str, type], ...]
+    training: frozenset[bool]
 
 
 class GatedMlp(nn.Module):
@@ -87,11 +100,15 @@ class GatedMlp(nn.Module):
         down = modules[gating.down]
         if not isinstance(down, QuantizedLinear) or not down.gates_on_kernels(x):
             return False
-        if torch.is_autocast_enabled(x.device.type) or has_hooks(down):
+        if torch.is_autocast_enabled(x.device.type) or has_hooks(down) or self.training not in gating.training:
             return False
         return all(isinstance(modules[name], QuantizedLinear) for name in gating.inputs) and all(
-            type(modules[name]) is kind and not has_hooks(modules[name]) for name, kind in gating.others
+            type(modules[name]) is kind and not has_hooks(modules[name]) and self._trains_as(modules[name])
+            for name, kind in gating.others
         )
+
+    def _trains_as(self, other: nn.Module | None) -> bool:
+        return other is None or all(part.training == self.training for part in other.modules())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time, where pickle would not find it.
@@ -103,7 +120,7 @@ def has_hooks(module: nn.Module | None) -> bool:
     if module is None:
         return False
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in module.__dict__
+    return any(hooks) or "forward" in module.__dict__ or _has_any_global_hook()
 
 
 @cache
@@ -124,17 +141,32 @@ def gate_on_kernels(module: nn.Module, block: Block) -> None:
         owner: Any = module.get_submodule(parent)
         if not parent or any(name not in owner._modules for name in (*inputs, down)) or isinstance(owner, GatedMlp):
             continue
-        activation = activation_of(partial(_run_trial, owner, inputs, down)) if _is_gated_shape(module, mlp) else None
+        if not _is_gated_shape(module, mlp):
+            continue
+        found = {training: _activation_of_module(owner, inputs, down, training) for training in (False, True)}
+        activation = found[False] or found[True]
         if activation is not None:
             linears = {*inputs, down}
             others = tuple((name, type(child)) for name, child in owner._modules.items() if name not in linears)
-            owner.gating = Gating(inputs=inputs, down=down, activation=activation, others=others)
+            training = frozenset(mode for mode, name in found.items() if name == activation)
+            owner.gating = Gating(inputs=inputs, down=down, activation=activation, others=others, training=training)
             owner.__class__ = _gated_class(owner.__class__)
 
 
 def _is_gated_shape(module: nn.Module, mlp: Mlp) -> bool:
     outputs: list[Any] = [module.get_submodule(path).out_features for path in mlp.inputs]
     return sum(outputs) == 2 * mlp.width and len(outputs) <= 2
+
+
+def _activation_of_module(owner: nn.Module, inputs: tuple[str, ...], down: str, training: bool) -> str | None:
+    """`activation_of` what a module makes of the outputs of `inputs` for `down`, training or not."""
+    before = {part: part.training for part in owner.modules()}
+    owner.train(training)
+    try:
+        return activation_of(partial(_run_trial, owner, inputs, down))
+    finally:
+        for part, mode in before.items():
+            part.training = mode
 
 
 def _run_trial(owner: nn.Module, inputs: tuple[str, ...], down: str, gate_up: Tensor) -> Tensor | None:

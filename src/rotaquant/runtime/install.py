@@ -30,7 +30,7 @@ def install(model: PreTrainedModel, layout: ModelLayout) -> Architecture:
             quantized = QuantizedLinear.empty_like(linear, layout.linear(block, path), layout.torch_scale_dtype())
             module.set_submodule(path, quantized)
         for site in block.sites:
-            share_inputs(module.get_submodule(path) for path in site)
+            share_inputs(module, site)
         gate_on_kernels(module, block)
     reshape_ends(model, architecture, layout)
     install_attention(model, architecture, layout)

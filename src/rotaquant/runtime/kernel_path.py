@@ -40,9 +40,14 @@ class KernelWeight:
     bias: Tensor | None
 
 
+def device_has_kernels(device: torch.device) -> bool:
+    """Whether there are kernels for a device in this installation."""
+    return device.type == "cuda" and _TRITON_MISSING is None
+
+
 def kernels_run_on(x: Tensor) -> bool:
     """Whether operations on `x` have kernels; float64 is for checking, on the definition."""
-    return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and _TRITON_MISSING is None
+    return device_has_kernels(x.device) and x.dtype != torch.float64 and x.numel() > 0
 
 
 def has_product(layout: LinearLayout, columns: int) -> bool:
@@ -84,7 +89,7 @@ def _tell_what_is_slow(
     transform: Factorisation | HeadMix, factors: Factors | None, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Say it where an online rotation has no kernel on a device that has kernels; asked once for each."""
-    if device.type != "cuda" or _TRITON_MISSING is not None:
+    if not device_has_kernels(device):
         return
     if factors is None:
         logger.warning("no kernel applies this rotation, which runs by its definition: %s", transform.describe())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,28 @@ from rotaquant.runtime.layout import LinearLayout
 
 if TYPE_CHECKING:
     from rotaquant.runtime.shared_input import SharedInput
+
+
+@dataclass(frozen=True, eq=False)
+class _Widened:
+    """Codes in more bits than they are stored in, and what they were made of."""
+
+    packed: Tensor
+    source: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, source: Tensor, packed: Tensor) -> _Widened:
+        return cls(packed, source, _version(source))
+
+    def is_of(self, stored: Tensor) -> bool:
+        # A traced program cannot ask for the version: it reads what was made when the weight was loaded.
+        unchanged = torch.compiler.is_compiling() or self.version == _version(stored)
+        return self.source is stored and unchanged
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class QuantizedLinear(nn.Module):
@@ -62,7 +85,7 @@ class QuantizedLinear(nn.Module):
         self._transform_matrix: Tensor | None = None
         self._factors: Factors | None = None
         self._factors_are_for: tuple[torch.device, torch.dtype] | None = None
-        self._widened: tuple[Tensor, Tensor] | None = None
+        self._widened: _Widened | None = None
 
     @classmethod
     def empty_like(cls, linear: nn.Linear, layout: LinearLayout, scale_dtype: torch.dtype) -> QuantizedLinear:
@@ -236,18 +259,31 @@ class QuantizedLinear(nn.Module):
         bits = kernel_path.kernel_bits(self.layout.weights)
         if bits == self.layout.weights.bits:
             return self.weight_packed
-        if self._widened is None or self._widened[0] is not self.weight_packed:
-            self._widened = self.weight_packed, packing.pack_weight(self.codes(), bits)
-        return self._widened[1]
+        if self._widened is None or not self._widened.is_of(self.weight_packed):
+            self._widened = _Widened.of(self.weight_packed, packing.pack_weight(self.codes(), bits))
+        return self._widened.packed
 
-    def move_weight(self, packed: Tensor, scale: Tensor) -> None:
-        """Keep the weight in other memory, which holds the same: `packed` as `packed_for_kernels`, and `scale`."""
+    def lay_out(self) -> None:
+        """Prepare the weight for kernels, where they run: when it has come to a device, not in a forward pass."""
+        if not kernel_path.has_product(self.layout, self.in_features):
+            return
+        if not kernel_path.device_has_kernels(self.weight_packed.device):
+            self._widened = None
+        elif self.shared_input is None:
+            # What was made in inference mode could not be kept for a gradient.
+            with torch.inference_mode(False):
+                self.packed_for_kernels()
+        if self.shared_input is not None:
+            self.shared_input.lay_out()
+
+    def move_weight(self, weight: KernelWeight) -> None:
+        """Keep the weight in other memory, which holds the same as `kernel_weight`."""
         assert self.layout.weights is not None
         if kernel_path.kernel_bits(self.layout.weights) == self.layout.weights.bits:
-            self.weight_packed = packed
+            self.weight_packed = weight.packed
         else:
-            self._widened = self.weight_packed, packed
-        self.weight_scale = scale
+            self._widened = _Widened.of(self.weight_packed, weight.packed)
+        self.weight_scale, self.bias = weight.scale, weight.bias
 
     # --- as a module ---
 
@@ -263,11 +299,12 @@ class QuantizedLinear(nn.Module):
             self._transform_matrix = self._transform_matrix.to(self.weight.device)
             if self.weight.is_cuda:
                 self._make_factors(self.weight.device, self.weight.dtype)
+        self.lay_out()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._widened = None  # made of codes that are written over
         super()._load_from_state_dict(*args, **kwargs)
+        self.lay_out()
 
     def extra_repr(self) -> str:
         """Formats and transform, for `print(model)`."""

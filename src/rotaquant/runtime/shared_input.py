@@ -1,15 +1,20 @@
 """Linears that read one input, such as q, k and v, on kernels: it is quantized once, and they are one product.
 
-The module paths stay: each linear is called as ever. The first one that is called with an input computes the product of
-all; the others, called with the same tensor, take their columns of it. Their weights lie one after another in one piece
-of memory, of which each linear's tensors are views.
+The module paths stay: each linear is called as ever, by the module they belong to, their owner. While the owner runs,
+the first one that is called with an input computes the product of all; the others, called with the same tensor, take
+their columns of it. Between an owner's calls nothing is kept: what lies in a tensor then is the caller's to change.
+
+Their weights lie one after another in one piece of memory, of which each linear's tensors are views. They are laid out
+when they are loaded or moved, as torch moves tensors then; never in a forward pass, where a graph may be captured.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,53 +24,135 @@ from rotaquant.runtime import kernel_path
 from rotaquant.runtime.kernel_path import KernelWeight
 from rotaquant.runtime.linear import QuantizedLinear
 
-Stamp = tuple[tuple[int, int] | None, ...]
+logger = logging.getLogger(__name__)
+
+# So many calls of an owner in a row in which nobody took a second output, and its linears compute for themselves.
+_PATIENCE = 3
 
 
-def share_inputs(linears: Iterable[nn.Module]) -> None:
+def share_inputs(module: nn.Module, paths: Sequence[str]) -> None:
     """Make one product of those linears that read the same input in the same way; the rest stay alone.
 
-    `linears` read one input. What is in float (skipped by a recipe) or of another format has no part in it.
+    `paths` name linears of `module` that read one input. What is in float (skipped by a recipe) or of another format
+    has no part in it.
     """
     alike: dict[Any, list[QuantizedLinear]] = {}
-    for linear in linears:
+    for linear in map(module.get_submodule, paths):
         if isinstance(linear, QuantizedLinear) and kernel_path.has_product(linear.layout, linear.in_features):
             layout, scale = linear.layout, linear.weight_scale
             formats = layout.weights, layout.activations, layout.transform
             alike.setdefault((*formats, linear.in_features, scale.dtype, scale.shape[1]), []).append(linear)
+    owner = module.get_submodule(".".join(os.path.commonprefix([path.split(".")[:-1] for path in paths])))
     for members in alike.values():
         if len(members) > 1:
-            shared = SharedInput(members)
-            for member in members:
-                member.shared_input = shared
+            SharedInput(members).belong_to(owner)
 
 
 class SharedInput:
-    """The linears that read one input. It holds no result and no memory of its own but the small biases'.
+    """The linears that read one input, and their weights as one. It holds no result beyond a call of their owner.
 
-    So models can be copied, moved, pickled and saved as if it were not there: where weights no longer lie together, the
-    next call lays them out anew.
+    So models can be copied, moved, pickled and saved as if it were not there. A linear whose tensors were replaced by
+    others runs alone until the model is moved or loaded the next time.
     """
 
     def __init__(self, members: Sequence[QuantizedLinear]) -> None:
         self.members = tuple(members)
         self.columns = _columns(members)
         self._layouts = tuple(member.layout for member in members)
-        self._bias: tuple[tuple[Tensor | None, ...], Stamp, Tensor | None] | None = None
+        self._joined: KernelWeight | None = None
+        self._fruitless = 0
+
+    def belong_to(self, owner: nn.Module) -> None:
+        """Share while `owner`, which calls the linears, runs."""
+        for member in self.members:
+            member.shared_input = self
+        owner.register_forward_pre_hook(self._enter)
+        owner.register_forward_hook(self._leave, always_call=True)
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Put the weights into one memory if they are not, where they lie on one device that has kernels."""
+        stored = [
+            tensor
+            for member in self.members
+            for tensor in (member.weight_packed, member.weight_scale, member.bias)
+            if tensor is not None
+        ]
+        device = stored[0].device
+        if any(tensor.device != device for tensor in stored) or not kernel_path.device_has_kernels(device):
+            self._joined = None
+        elif self._lie_joined() is None:
+            self._joined = self._join()
+            if self._joined is not None and device.type == "cuda":
+                # Other streams may be about to read the weights.
+                torch.cuda.synchronize(device)
+
+    def _join(self) -> KernelWeight | None:
+        scales = [member.weight_scale for member in self.members]
+        if len({scale.dtype for scale in scales}) > 1:
+            return None
+        # Tensors made in inference mode could not be written to outside it, as loading a state dict does.
+        with torch.inference_mode(False), torch.no_grad():
+            packed = torch.cat([member.packed_for_kernels() for member in self.members])
+            joined = KernelWeight(packed, torch.cat(scales), self._joined_bias())
+            for member, (start, stop) in zip(self.members, self.columns, strict=True):
+                bias = None if joined.bias is None or member.bias is None else joined.bias[start:stop]
+                member.move_weight(KernelWeight(joined.packed[start:stop], joined.scale[start:stop], bias))
+        return joined
+
+    def _joined_bias(self) -> Tensor | None:
+        """The biases of all in one memory, with zeros where a member has none."""
+        given = [member.bias for member in self.members if member.bias is not None]
+        if not given:
+            return None
+        biases = (
+            given[0].new_zeros(member.out_features) if member.bias is None else member.bias for member in self.members
+        )
+        return torch.cat(list(biases))
+
+    def _lie_joined(self) -> KernelWeight | None:
+        """The weights as one, `None` if a member's tensors are not the pieces of it that they were."""
+        joined = self._joined
+        if joined is None:
+            return None
+        for member, (start, _) in zip(self.members, self.columns, strict=True):
+            # The memory is held, so that no other tensor can have come to lie there.
+            if not (
+                _lies_at(member.packed_for_kernels(), joined.packed, start)
+                and _lies_at(member.weight_scale, joined.scale, start)
+                and (member.bias is None or (joined.bias is not None and _lies_at(member.bias, joined.bias, start)))
+            ):
+                return None
+        return joined
+
+    def _enter(self, owner: nn.Module, args: Any) -> None:
+        # A traced program must not depend on which tensor an earlier call has seen.
+        if not torch.compiler.is_compiling():
+            _this_thread.calls[self] = None
+
+    def _leave(self, owner: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        call = _this_thread.calls.pop(self, None)
+        if call is not None:
+            self._fruitless = 0 if call.was_shared else self._fruitless + 1
+            if self._fruitless == _PATIENCE:
+                logger.info("%s gives its linears different inputs: each is a product", type(owner).__name__)
 
     def output_of(self, member: QuantizedLinear, x: Tensor) -> Tensor | None:
         """`member`'s output `[..., out]` for x, a view of that of all; `None` where it has to compute it alone."""
-        # A traced program must not depend on which tensor an earlier call has seen.
-        if torch.compiler.is_compiling() or type(x) not in (Tensor, nn.Parameter) or not self._is_whole(member):
+        if torch.compiler.is_compiling() or type(x) not in (Tensor, nn.Parameter):
             return None
-        call = _this_thread.call
-        if call is not None and call.is_open and call.group() is self and call.is_with(x):
-            return call.take(member)
-        weight = self._weight(x)
+        calls = _this_thread.calls
+        if self not in calls or self._fruitless >= _PATIENCE or not self._is_whole(member):
+            return None
+        call = calls[self]
+        if call is not None and call.is_open:
+            return call.take(member) if call.is_with(x) else None
+        weight = self._lie_joined()
         if weight is None:
             return None
-        call = _Call(self, x, self.members[0].multiply_on_kernels(x, weight))
-        _this_thread.call = call
+        call = calls[self] = _Call(self, x, self.members[0].multiply_on_kernels(x, weight))
         return call.take(member)
 
     def _is_whole(self, member: QuantizedLinear) -> bool:
@@ -75,55 +162,18 @@ class SharedInput:
             for one, layout in zip(self.members, self._layouts, strict=True)
         )
 
-    def _weight(self, x: Tensor) -> KernelWeight | None:
-        """The weights of all members as one, laid out if they are not, or `None` where that cannot be done now."""
-        packed = _joined([member.packed_for_kernels() for member in self.members])
-        scale = _joined([member.weight_scale for member in self.members])
-        if packed is not None and scale is not None and self._bias is not None and self._bias_is_current():
-            return KernelWeight(packed, scale, self._bias[2])
-        # What a graph captures is computed when it is replayed: weights must not move in it.
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        return self._lay_out(x.device)
-
-    def _bias_is_current(self) -> bool:
-        assert self._bias is not None
-        sources, stamp, _ = self._bias
-        # The sources are held, so that no other tensor can have come to lie where one of them lay.
-        current = [member.bias for member in self.members]
-        return all(one is source for one, source in zip(current, sources, strict=True)) and _stamp(current) == stamp
-
-    def _lay_out(self, device: torch.device) -> KernelWeight | None:
-        members = self.members
-        packed = [member.packed_for_kernels() for member in members]
-        scales = [member.weight_scale for member in members]
-        biases = [member.bias for member in members]
-        given = [bias for bias in biases if bias is not None]
-        on_device = all(tensor.device == device for tensor in (*packed, *scales, *given))
-        if not on_device or len({tensor.dtype for tensor in scales}) > 1 or len({bias.dtype for bias in given}) > 1:
-            return None
-        # Tensors made in inference mode could not be written to outside it, as loading a state dict does.
-        with _laying_out, torch.inference_mode(False), torch.no_grad():
-            joined = KernelWeight(torch.cat(packed), torch.cat(scales), _stacked_bias(members) if given else None)
-            if device.type == "cuda":
-                # Other streams may read the weights where they were, and are about to where they will be.
-                torch.cuda.synchronize(device)
-            for member, (start, stop) in zip(members, self.columns, strict=True):
-                member.move_weight(joined.packed[start:stop], joined.scale[start:stop])
-            self._bias = tuple(biases), _stamp(biases), joined.bias
-        return joined
-
 
 class _Call:
     """One product of several linears: its input, and the outputs that are still to be taken, each once."""
 
     def __init__(self, group: SharedInput, x: Tensor, output: Tensor) -> None:
-        self.group = weakref.ref(group)
         self._mode = _mode(x)
-        self._input = _stamp([x])
-        outputs: dict[int, tuple[Stamp, Tensor]] = {}
-        for member, (start, stop) in zip(group.members, group.columns, strict=True):
-            outputs[id(member)] = _weight_stamp(member), output[..., start:stop]
+        self._version = _version(x)
+        self._taken = 0
+        outputs = {
+            id(member): output[..., start:stop]
+            for member, (start, stop) in zip(group.members, group.columns, strict=True)
+        }
         self._outputs = outputs
         # What nobody has taken when the input dies is released with it.
         self._x = weakref.ref(x, lambda _: outputs.clear())
@@ -133,24 +183,29 @@ class _Call:
         """Whether there is an output that was not taken."""
         return bool(self._outputs)
 
+    @property
+    def was_shared(self) -> bool:
+        """Whether more than one output was taken."""
+        return self._taken > 1
+
     def is_with(self, x: Tensor) -> bool:
         """Whether x is the tensor that the product was computed with, and holds what it held."""
-        return self._x() is x and self._input == _stamp([x]) and self._mode == _mode(x)
+        return self._x() is x and self._version == _version(x) and self._mode == _mode(x)
 
     def take(self, member: QuantizedLinear) -> Tensor | None:
-        """The output of `member`; `None` where it was taken before, or the weight has changed since."""
-        stamp, output = self._outputs.pop(id(member), (None, None))
-        return output if stamp == _weight_stamp(member) else None
+        """The output of `member`; `None` where it was taken before."""
+        self._taken += 1
+        return self._outputs.pop(id(member), None)
 
 
 class _ThisThread(threading.local):
-    """The latest product of a thread. Neither models nor their parts hold it: both may be copied or shared."""
+    """The owners that run in a thread, by what they share, and the latest product of each."""
 
-    call: _Call | None = None
+    def __init__(self) -> None:
+        self.calls: dict[SharedInput, _Call | None] = {}
 
 
 _this_thread = _ThisThread()
-_laying_out = threading.Lock()
 
 
 def _columns(members: Sequence[QuantizedLinear]) -> list[tuple[int, int]]:
@@ -161,42 +216,16 @@ def _columns(members: Sequence[QuantizedLinear]) -> list[tuple[int, int]]:
     return columns
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Tensors `[n_i, columns]` that lie one after another in one storage as one, `None` where they do not."""
-    first = parts[0]
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
-    for part in parts:
-        lies_next = part.data_ptr() == end and part.untyped_storage().data_ptr() == storage
-        if not lies_next or part.dtype != first.dtype or not part.is_contiguous():
-            return None
-        end += part.nbytes
-    shape = (sum(part.shape[0] for part in parts), first.shape[1])
-    return first.as_strided(shape, (first.shape[1], 1), first.storage_offset())
+def _lies_at(part: Tensor, whole: Tensor, row: int) -> bool:
+    return part.data_ptr() == whole.data_ptr() + row * whole.stride(0) * whole.element_size()
 
 
-def _stacked_bias(members: Sequence[QuantizedLinear]) -> Tensor:
-    """The biases of all, zeros where a member has none. A copy: with such gaps they cannot lie in one memory."""
-    like = next(member.bias for member in members if member.bias is not None)
-    return torch.cat(
-        [like.new_zeros(member.out_features) if member.bias is None else member.bias for member in members]
-    )
-
-
-def _stamp(tensors: Sequence[Tensor | None]) -> Stamp:
-    """What changes when one of the tensors is replaced or written to; writing in inference mode leaves no trace."""
-    return tuple(
-        None if tensor is None else (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
-        for tensor in tensors
-    )
-
-
-def _weight_stamp(member: QuantizedLinear) -> Stamp:
-    return _stamp([member.packed_for_kernels(), member.weight_scale, member.bias])
+def _version(x: Tensor) -> tuple[int, int]:
+    """What changes when x is written to; writing in inference mode leaves no trace, and no owner does it."""
+    return x.data_ptr(), -1 if x.is_inference() else x._version
 
 
 def _mode(x: Tensor) -> tuple[Any, ...]:
-    """Under what a result was computed, and may be used: stream and capture, and the modes of autograd."""
+    """Under what a result was computed, and may be used: the modes of autograd, and the stream."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    if not x.is_cuda:
-        return modes
-    return *modes, torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()
+    return (*modes, torch.cuda.current_stream(x.device).cuda_stream) if x.is_cuda else modes

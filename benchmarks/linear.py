@@ -49,13 +49,11 @@ def _stored(weight: Tensor, bits: int, copies: Copies) -> tuple[list[tuple[Tenso
 
 
 def _integers(weight: Tensor, m: int, copies: Copies, bits: int) -> Product:
-    """Integer weights times integer activations of the same bits: quantization of the input, then one product."""
+    """Integer weights times integer activations of the same bits, the input quantized within."""
     stored, size = _stored(weight, bits, copies)
-    matmul = ops.int4_matmul if bits == 4 else ops.int8_matmul
 
     def run(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-        codes, token_scale = ops.quantize_rows(x, bits, CLIP_RATIO[bits], None, bits == 4)
-        return matmul(codes, token_scale, packed, scale, None, x.dtype)
+        return ops.quantize_matmul(x, bits, CLIP_RATIO[bits], None, bits, packed, scale, None)
 
     runs = [partial(run, packed=packed, scale=scale) for packed, scale in stored]
     return Product(runs, size, partial(_exact, bits=bits, packed=stored[0][0], scale=stored[0][1]))

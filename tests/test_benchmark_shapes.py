@@ -264,14 +264,14 @@ def test_a_product_that_differs_from_the_reference_gets_no_time(
     load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     linear, path = load("linear"), tmp_path / "linear-stub.json"
-    right = ops.int4_matmul
+    right = ops.quantize_matmul
 
     def wrong(*operands: Any) -> torch.Tensor:
         out = right(*operands)
         out[-1, -1] *= 1.01
         return out
 
-    monkeypatch.setattr(ops, "int4_matmul", wrong)
+    monkeypatch.setattr(ops, "quantize_matmul", wrong)
     rows = run_script(linear, monkeypatch, path, "--rows", "16", "--implementations", "rotaquant-w4a4")
     ours = [row for row in rows if row["implementation"] == "rotaquant-w4a4"]
     assert len(ours) == 4
@@ -283,13 +283,13 @@ def test_timed_calls_that_give_other_results_get_no_time(
     load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     linear, path = load("linear"), tmp_path / "linear-stub.json"
-    right, calls = ops.int4_matmul, []
+    right, calls = ops.quantize_matmul, []
 
     def racing(*operands: Any) -> torch.Tensor:
         calls.append(1)
         return right(*operands) * (1 if len(calls) == 1 else 2)
 
-    monkeypatch.setattr(ops, "int4_matmul", racing)
+    monkeypatch.setattr(ops, "quantize_matmul", racing)
     rows = run_script(linear, monkeypatch, path, "--rows", "1", "--implementations", "rotaquant-w4a4")
     assert "the timed calls gave other results" in rows[1]["error"]
 

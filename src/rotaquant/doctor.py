@@ -42,6 +42,7 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
     "hadamard_quantize": ("online rotation, then codes", "rotate_quantize"),
     "silu_mul_hadamard_quantize": ("SiLU gate, rotation, codes", "gated_rotate_quantize"),
     "gelu_mul_hadamard_quantize": ("GELU gate, rotation, codes", "gated_rotate_quantize"),
+    "quantize_matmul": ("codes, then their product", "quantize_matmul"),
     "int4_matmul": ("4-bit weights, quantized activations", "int4_matmul"),
     "int8_matmul": ("8-bit weights, quantized activations", "int8_matmul"),
     "w4a16_matmul": ("4-bit weights, float activations", "w4a16_matmul"),
@@ -63,6 +64,10 @@ _LIMITS: Mapping[str, str] = {
         ("silu_mul_hadamard_quantize", "gelu_mul_hadamard_quantize"),
         "for 16-bit inputs; with group scales torch gates, then rotation and codes take a kernel each; "
         f"{_BY_DEFINITION}",
+    ),
+    "quantize_matmul": (
+        "one kernel for 1 or 2 tokens of 16-bit inputs (8192 columns at most beside 4-bit weights, 4096 beside 8-bit "
+        "ones) without group scales; two kernels otherwise"
     ),
     "w4a16_matmul": (
         "for 16-bit inputs of 64 tokens or fewer; for more each call widens the whole weight, and cuBLAS multiplies; "

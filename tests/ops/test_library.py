@@ -41,6 +41,8 @@ def calls(device: str) -> dict[str, tuple[Callable[..., object], tuple[object, .
         "rotate": (registered.rotate, (x, *rotation, torch.float32)),
         "rotate_quantize": (registered.rotate_quantize, (x, *rotation, *grid, True)),
         "gated_rotate_quantize": (registered.gated_rotate_quantize, (x, up, "silu", *rotation, *grid, False)),
+        "quantize_matmul": (registered.quantize_matmul, (x, *grid, 4, fours, scale, bias)),
+        "quantize_matmul of a token": (registered.quantize_matmul, (x[:1], *grid, 8, eights, scale, bias)),
         "int4_matmul": (
             registered.int4_matmul,
             (*ops.quantize_rows(x, *grid, True), fours, scale, bias, torch.bfloat16),

@@ -56,7 +56,8 @@ PLANS = {
     "tma": Plan(kernel="tma", outputs=64, tokens=32, bytes=32, warps=4, stages=3),
     "tile": Plan(kernel="tile", outputs=64, tokens=32, bytes=32, warps=4, stages=3, band=2),
     "sliced": Plan(kernel="sliced", outputs=32, tokens=16, bytes=32, warps=4, stages=3, slices=4, lines=64),
-    "dot": Plan(kernel="dot", outputs=16, tokens=1, bytes=128, warps=4, stages=3, lines=64),
+    "dot": Plan(kernel="dot", outputs=16, tokens=1, bytes=32, warps=4, stages=1),
+    "dot-whole-rows": Plan(kernel="dot", outputs=4, tokens=1, bytes=256, warps=4, stages=1, resident=2),
 }
 
 

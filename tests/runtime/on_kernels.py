@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from torch import nn
@@ -26,6 +26,7 @@ def on_kernels() -> Iterator[Counter[str]]:
         patch.setattr(kernel_path, "device_has_kernels", lambda device: device.type != "meta")
         for name in (*PRODUCTS, *ENCODERS):
             patch.setattr(ops, name, _counted(name, calls))
+        patch.setattr(ops, "quantize_matmul", _both_counted(calls))
         yield calls
 
 
@@ -39,6 +40,17 @@ def _counted(name: str, calls: Counter[str]) -> object:
 
     def run(*args: object) -> object:
         calls[name] += 1
+        return operation(*args)
+
+    return run
+
+
+def _both_counted(calls: Counter[str]) -> object:
+    """`ops.quantize_matmul`, counted as the two operations that it is in one."""
+    operation = ops.quantize_matmul
+
+    def run(*args: Any) -> object:
+        calls.update(("quantize_rows", f"int{args[4]}_matmul"))
         return operation(*args)
 
     return run

@@ -1,7 +1,14 @@
 """How fast: each operation's definition in plain PyTorch (`reference`), its kernels, and how codes lie in memory."""
 
 from rotaquant.ops.factors import Factors, mix_factors, rotation_factors
-from rotaquant.ops.library import int4_matmul, int8_matmul, quantize_rows, rmsnorm_quantize, w4a16_matmul
+from rotaquant.ops.library import (
+    int4_matmul,
+    int8_matmul,
+    quantize_matmul,
+    quantize_rows,
+    rmsnorm_quantize,
+    w4a16_matmul,
+)
 from rotaquant.ops.rotations import (
     gated_hadamard_quantize,
     gelu_mul_hadamard_quantize,
@@ -21,6 +28,7 @@ __all__ = [
     "int4_matmul",
     "int8_matmul",
     "mix_factors",
+    "quantize_matmul",
     "quantize_rows",
     "rmsnorm_quantize",
     "rotation_factors",

@@ -42,6 +42,12 @@ def grid(columns: int, bits: int, group_size: int | None, planar: bool) -> None:
         raise RotaquantError(f"group_size is {group_size}; it must be even where even and odd columns go apart")
 
 
+def weight_bits(bits: int) -> None:
+    """Refuse weights that kernels do not read."""
+    if bits not in (4, 8):
+        raise RotaquantError(f"weight_bits is {bits}; it must be 4 or 8")
+
+
 def activation(name: str) -> None:
     """Refuse what is no key of `reference.ACTIVATIONS`."""
     if name not in reference.ACTIVATIONS:
@@ -90,26 +96,48 @@ def integer_product(
     if codes.dtype != torch.int8 or codes.dim() != 3 or codes.shape[1] != planes:
         _refuse("codes", codes, f"int8 [m, {planes}, plane] beside weights of {bits} bits")
     tokens, _, plane = codes.shape
-    if weight_packed.dtype != torch.int32 or weight_packed.dim() != 2 or weight_packed.shape[1] * 4 != plane:
-        _refuse(
-            "weight_packed", weight_packed, f"int32 [n, words] of as many bytes a row as a plane has codes, {plane}"
-        )
-    _on_device("weight_packed", weight_packed, codes.device)
-    outputs = weight_packed.shape[0]
+    _integer_weight(weight_packed, weight_scale, bias, plane, codes.device)
     if not _is_scale(token_scale, tokens) or token_scale.dtype != reference.compute_dtype(token_scale.dtype):
         _refuse("token_scale", token_scale, f"float32 (or float64) [{tokens}, 1 or groups]")
     _on_device("token_scale", token_scale, codes.device)
-    if not _is_scale(weight_scale, outputs):
-        _refuse("weight_scale", weight_scale, f"floats [{outputs}, 1 or groups]")
-    _on_device("weight_scale", weight_scale, codes.device)
     groups = token_scale.shape[1]
     if groups == 1:
         groups = weight_scale.shape[1]
     elif weight_scale.shape[1] not in (1, groups):
+        outputs = weight_packed.shape[0]
         _refuse("weight_scale", weight_scale, f"[{outputs}, 1 or {groups}], {groups} being the groups of token_scale")
+    _groups(groups, plane)
+
+
+def quantizing_product(
+    x: Tensor, bits: int, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None, weight_bits: int
+) -> None:
+    """Refuse operands of `quantize_matmul`, without groups of activations, that its two parts would refuse."""
+    rows("x", x)
+    grid(x.shape[1], bits, None, weight_bits == 4)
+    plane = packing.plane_columns(x.shape[1], weight_bits == 4)
+    _integer_weight(weight_packed, weight_scale, bias, plane, x.device)
+    _groups(weight_scale.shape[1], plane)
+
+
+def _integer_weight(
+    weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None, plane: int, device: torch.device
+) -> None:
+    if weight_packed.dtype != torch.int32 or weight_packed.dim() != 2 or weight_packed.shape[1] * 4 != plane:
+        _refuse(
+            "weight_packed", weight_packed, f"int32 [n, words] of as many bytes a row as a plane has codes, {plane}"
+        )
+    _on_device("weight_packed", weight_packed, device)
+    outputs = weight_packed.shape[0]
+    if not _is_scale(weight_scale, outputs):
+        _refuse("weight_scale", weight_scale, f"floats [{outputs}, 1 or groups]")
+    _on_device("weight_scale", weight_scale, device)
+    _bias(bias, outputs, device)
+
+
+def _groups(groups: int, plane: int) -> None:
     if plane % groups:
         raise RotaquantError(f"scales are of {groups} groups, which must divide the {plane} codes of a plane")
-    _bias(bias, outputs, codes.device)
 
 
 def _is_scale(scale: Tensor, length: int) -> bool:

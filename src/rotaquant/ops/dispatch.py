@@ -102,8 +102,8 @@ def _unsound(plan: Plan) -> str | None:
     for name, size in sizes.items():
         if size < 1 or size & (size - 1):
             return f"{name} {size} is no power of two"
-    if plan.warps > 32 or not 1 <= plan.stages <= 16 or plan.band < 1:
-        return "warps, stages or band are out of range"
+    if plan.warps > 32 or not 1 <= plan.stages <= 16 or plan.band < 1 or not 0 <= plan.resident <= 32:
+        return "warps, stages, band or resident are out of range"
     if plan.kernel == "dot":
         return None if plan.bytes >= 4 else "the dot kernel multiplies words of 4 bytes"
     if plan.kernel not in {"tma", "tile", "sliced"}:

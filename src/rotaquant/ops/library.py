@@ -31,8 +31,15 @@ LIBRARY.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define("w4a16_matmul(Tensor x, Tensor weight_packed, Tensor weight_scale, Tensor? bias) -> Tensor")
+LIBRARY.define(
+    "quantize_matmul(Tensor x, int bits, float clip_ratio, int? group_size, int weight_bits, Tensor weight_packed,"
+    " Tensor weight_scale, Tensor? bias) -> Tensor"
+)
 LIBRARY.define(f"int4_matmul{_PRODUCT}")
 LIBRARY.define(f"int8_matmul{_PRODUCT}")
+
+# Tokens that a kernel for one of them takes one after another.
+_SINGLE_TOKENS = 2
 
 
 @lru_cache(maxsize=1)
@@ -110,6 +117,25 @@ def int8_matmul(
     return torch.ops.rotaquant.int8_matmul(codes, token_scale, weight_packed, weight_scale, bias, dtype)
 
 
+def quantize_matmul(
+    x: Tensor,
+    bits: int,
+    clip_ratio: float,
+    group_size: int | None,
+    weight_bits: int,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """`quantize_rows`, then `int4_matmul` or `int8_matmul` by `weight_bits`: `[m, k]` -> `[m, n]` as x.
+
+    On a GPU one kernel for single tokens that are not too wide, two otherwise; the numbers are the same.
+    """
+    return torch.ops.rotaquant.quantize_matmul(
+        x, bits, clip_ratio, group_size, weight_bits, weight_packed, weight_scale, bias
+    )
+
+
 # --- fakes -----------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +185,21 @@ def _product_fake(
 ) -> Tensor:
     checks.integer_product(codes, token_scale, weight_packed, weight_scale, bias, weight_bits)
     return codes.new_empty((codes.shape[0], weight_packed.shape[0]), dtype=dtype)
+
+
+def _quantize_matmul_fake(
+    x: Tensor,
+    bits: int,
+    clip_ratio: float,
+    group_size: int | None,
+    weight_bits: int,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    checks.weight_bits(weight_bits)
+    codes, scale = _quantize_rows_fake(x, bits, clip_ratio, group_size, weight_bits == 4)
+    return _product_fake(weight_bits, codes, scale, weight_packed, weight_scale, bias, x.dtype)
 
 
 # --- the definitions, and the kernels ----------------------------------------------------------------------------
@@ -248,6 +289,28 @@ def _product(
     return (out if bias is None else out + bias.to(out.dtype)).to(dtype)
 
 
+def _quantize_matmul(
+    x: Tensor,
+    bits: int,
+    clip_ratio: float,
+    group_size: int | None,
+    weight_bits: int,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    checks.weight_bits(weight_bits)
+    if _by_kernel(x) and group_size is None and len(x) <= _SINGLE_TOKENS:
+        checks.quantizing_product(x, bits, weight_packed, weight_scale, bias, weight_bits)
+        from rotaquant.ops import product_kernels
+
+        out = product_kernels.quantizing_product(x, weight_packed, weight_scale, bias, bits, clip_ratio, weight_bits)
+        if out is not None:
+            return out
+    codes, scale = _quantize_rows(x, bits, clip_ratio, group_size, weight_bits == 4)
+    return _product(weight_bits, codes, scale, weight_packed, weight_scale, bias, x.dtype)
+
+
 # --- gradients -------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +346,7 @@ def register(name: str, run: Callable[..., object], fake: Callable[..., object])
 
 register("quantize_rows", _quantize_rows, _quantize_rows_fake)
 register("rmsnorm_quantize", _rmsnorm_quantize, _rmsnorm_quantize_fake)
+register("quantize_matmul", _quantize_matmul, _quantize_matmul_fake)
 register("w4a16_matmul", _w4a16, _w4a16_fake)
 register("int4_matmul", partial(_product, 4), partial(_product_fake, 4))
 register("int8_matmul", partial(_product, 8), partial(_product_fake, 8))

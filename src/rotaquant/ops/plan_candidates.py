@@ -36,13 +36,14 @@ def _oversized(plan: Plan, problem: Problem) -> bool:
 
 
 def _single() -> Iterator[Plan]:
-    tiles = ((4, 1024, 4), (4, 2048, 4), (8, 512, 4), (8, 1024, 4), (8, 2048, 8), (16, 256, 4), (16, 512, 4),
-             (16, 1024, 8), (32, 256, 4), (32, 512, 8))  # fmt: skip
-    for outputs, size, warps in tiles:
-        for stages in (3, 4):
-            yield Plan(kernel="dot", outputs=outputs, tokens=1, bytes=size, warps=warps, stages=stages, lines=_LINES)
+    tiles = ((4, 2048, 4), (8, 2048, 4), (4, 4096, 4), (8, 4096, 4), (4, 8192, 8), (4, 16384, 16), (8, 1024, 2),
+             (16, 1024, 4))  # fmt: skip
     for outputs, slices in ((16, 4), (16, 8), (32, 4), (32, 8)):
         yield _sliced((outputs, 16, 128), slices, 4)
+    for share in (1, 2, 4):
+        for outputs, size, warps in tiles:
+            resident = share * max(8 // warps, 1)
+            yield Plan(kernel="dot", outputs=outputs, tokens=1, bytes=size, warps=warps, stages=1, resident=resident)
 
 
 def _few() -> Iterator[Plan]:

@@ -1,8 +1,7 @@
 """Products of integer codes for few tokens, where the time is that of reading the weights; see `product_kernels`.
 
-Two kernels: "sliced" (slices of K lie along a batch dimension, so that a narrow layer occupies all warps) and "dot" for
-single tokens (four products an instruction, no matrix unit). Both ask for the first lines of their weights before the
-activations are there.
+Slices of K lie along a batch dimension, so that a narrow layer occupies all warps. The first lines of the weights are
+asked for before the activations are there.
 """
 
 from __future__ import annotations
@@ -85,80 +84,3 @@ def _fetch_ahead(w, pn, N, H, BN: tl.constexpr, LINES: tl.constexpr):
         tl.inline_asm_elementwise(
             "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [w + offset], dtype=tl.int32, is_pure=False, pack=1
         )
-
-
-@triton.jit
-def _four_products(a, b, acc, ASM: tl.constexpr):
-    """acc plus the dot product of the four signed bytes of two words."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        for byte in tl.static_range(4):
-            acc += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
-        return acc
-
-
-@triton.jit
-def product_dot(
-    w,
-    x,
-    out,
-    token_scale,
-    weight_scale,
-    bias,
-    N,
-    M,
-    W,
-    PACKED: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    # Here w and x are words of four bytes, W of them a row or plane.
-    pn = tl.program_id(0)
-    m = tl.program_id(1)
-    rn = pn * BN + tl.arange(0, BN)
-    rk = tl.arange(0, BK)
-    planes: tl.constexpr = 2 if PACKED else 1
-    if PDL:
-        if LINES > 0:
-            _fetch_ahead(w.to(tl.pointer_type(tl.uint8)), pn, N, W * 4, BN, LINES)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    wp = w + (rn % N).to(tl.int64)[:, None] * W + rk[None, :]
-    xp = x + m.to(tl.int64) * (planes * W) + rk[None, :]
-    acc = tl.zeros((BN, BK), tl.int32)
-    for k in tl.range(0, W, BK, num_stages=STAGES):
-        if EVEN:
-            packed = tl.load(wp)
-            even = tl.load(xp)
-        else:
-            packed = tl.load(wp, mask=(k + rk < W)[None, :], other=0)
-            even = tl.load(xp, mask=(k + rk < W)[None, :], other=0)
-        even, packed = tl.broadcast(even, packed)
-        if PACKED:
-            if EVEN:
-                odd = tl.load(xp + W)
-            else:
-                odd = tl.load(xp + W, mask=(k + rk < W)[None, :], other=0)
-            odd, packed = tl.broadcast(odd, packed)
-            # As in `even_codes` and `odd_codes`, on words: the mask and the sign's flip are one instruction.
-            acc = _four_products(((packed << 4) & -0x0F0F0F10) ^ -0x7F7F7F80, even, acc, ASM)
-            acc = _four_products((packed & -0x0F0F0F10) ^ -0x7F7F7F80, odd, acc, ASM)
-        else:
-            acc = _four_products(packed ^ -0x7F7F7F80, even, acc, ASM)
-        wp += BK
-        xp += BK
-    t = tl.load(token_scale + m)
-    c = tl.load(weight_scale + rn, mask=rn < N, other=0.0).to(tl.float32)
-    total = scaled(tl.sum(acc, 1), t, c, PACKED)
-    if BIAS:
-        total += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)
-    tl.store(out + m.to(tl.int64) * N + rn, total.to(out.dtype.element_ty), mask=rn < N)

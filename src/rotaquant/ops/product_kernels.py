@@ -13,7 +13,7 @@ of bytes is unpacked there and never written back. Nibbles are left in the upper
 for K below 131072, far above any layer.
 
 Four kernels, chosen by `product_plans`: "tma" for many tokens (tiles copied by descriptor), "tile" for any shape, with
-scales per group too, and those of `product_few_kernels`.
+scales per group too, "sliced" for few tokens (`product_few_kernels`) and "dot" for one (`product_single_kernels`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rotaquant.errors import RotaquantError
+from rotaquant.ops import product_single_kernels as single
 from rotaquant.ops import tuned_plans
 from rotaquant.ops.device_features import inline_assembly, programmatic_launch
-from rotaquant.ops.product_few_kernels import product_dot, product_sliced
-from rotaquant.ops.product_plans import Plan, Problem, choose
+from rotaquant.ops.product_few_kernels import product_sliced
+from rotaquant.ops.product_plans import Plan, Problem, choose, choose_quantizing
 from rotaquant.ops.product_units import even_codes, odd_codes, scaled, whole_codes
 
 # 16 * 2**3 * 2**7 * K, and 2**7 * 2**7 * K for 8-bit weights, must stay below 2**31.
@@ -221,6 +222,37 @@ def product(
     return out
 
 
+def quantizing_product(
+    x: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    clip_ratio: float,
+    weight_bits: int,
+    plan: Plan | None = None,
+) -> Tensor | None:
+    """`product` of the codes of `[m, k]`, quantized where they are multiplied -> `[m, n]` in the dtype of x.
+
+    `None` where no kernel does both, or two are the faster.
+    """
+    tokens, columns = x.shape
+    outputs, words = weight_packed.shape
+    problem = Problem(
+        tokens=tokens, outputs=outputs, plane=4 * words, packed=weight_bits == 4, groups=weight_scale.shape[1]
+    )
+    plan = plan or choose_quantizing(problem, x.device)
+    if plan is None or not single.takes(x) or columns > WIDEST_INPUT:
+        return None
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    if out.numel():
+        single.launch_quantizing(
+            x, weight_packed.contiguous(), weight_scale.contiguous(), None if bias is None else bias.contiguous(),
+            out, plan, bits, clip_ratio, problem.packed,
+        )  # fmt: skip
+    return out
+
+
 _Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -268,16 +300,9 @@ def _launch_sliced(problem: Problem, plan: Plan, operands: _Operands, biased: bo
 
 
 def _launch_dot(problem: Problem, plan: Plan, operands: _Operands, biased: bool) -> None:
-    w, x, *others = operands
-    pdl = programmatic_launch(x.device)
-    words, step = problem.plane // 4, plan.bytes // 4
-    product_dot[(triton.cdiv(problem.outputs, plan.outputs), problem.tokens)](
-        w.view(torch.int32), x.flatten(1).view(torch.int32), *others,
-        problem.outputs, problem.tokens, words, problem.packed,
-        plan.outputs, step, plan.stages, words % step == 0, biased,
-        inline_assembly(x.device), pdl, plan.lines if pdl else 0,
-        num_warps=plan.warps, enable_fp_fusion=False, launch_pdl=pdl,
-    )  # fmt: skip
+    w, codes, out, token_scale, weight_scale, bias = operands
+    weight = w.view(torch.int32)
+    single.launch_codes(codes, token_scale, weight, weight_scale, bias if biased else None, out, plan)
 
 
 _LAUNCHERS = {"tma": _launch_tma, "tile": _launch_tile, "sliced": _launch_sliced, "dot": _launch_dot}

@@ -28,7 +28,7 @@ class Plan:
     """A kernel and its tiles: outputs × tokens, `bytes` of a row of weights a step; `slices` steps side by side.
 
     `band` is how many tiles of outputs are worked on together, `lines` how many cache lines of weights are asked for
-    before the activations are there.
+    before the activations are there. `resident` programs a multiprocessor take tile after tile; 0: a program each.
     """
 
     kernel: Kernel
@@ -40,6 +40,7 @@ class Plan:
     band: int = 8
     slices: int = 1
     lines: int = 0
+    resident: int = 0
 
     def tiles(self, problem: Problem) -> int:
         """The number of programs."""
@@ -47,9 +48,9 @@ class Plan:
 
 
 # Measured on an H200. "Wide" and "narrow" count tiles of 64 outputs against multiprocessors.
-_SINGLE = Plan(kernel="dot", outputs=16, tokens=1, bytes=512, warps=4, stages=3, lines=256)
 _FEW_NARROW = Plan(kernel="sliced", outputs=32, tokens=16, bytes=128, warps=2, stages=4, slices=2, lines=512)
 _FEW_NARROW_LONG = Plan(kernel="sliced", outputs=32, tokens=16, bytes=128, warps=4, stages=4, slices=4, lines=256)
+_FEW_MEDIUM = Plan(kernel="tile", outputs=64, tokens=16, bytes=128, warps=2, stages=5)
 _FEW_WIDE = Plan(kernel="tile", outputs=64, tokens=16, bytes=128, warps=4, stages=5)
 _SOME_NARROW = Plan(kernel="tile", outputs=64, tokens=64, bytes=128, warps=4, stages=4)
 _SOME_WIDE = Plan(kernel="tma", outputs=128, tokens=64, bytes=128, warps=4, stages=4)
@@ -59,6 +60,8 @@ _MANY = Plan(kernel="tma", outputs=128, tokens=128, bytes=64, warps=4, stages=4,
 _MANY_WIDE = Plan(kernel="tma", outputs=128, tokens=256, bytes=128, warps=8, stages=3)
 
 _LARGEST = 1 << 29  # outputs of a product from which tiles of 256 tokens pay
+_LONGEST_STEP = 16384  # bytes of a row of weights that a single token's kernel holds at once
+_LONGEST_QUANTIZED = 4096  # ... up to which it quantizes the token itself
 _LONG = 12288  # bytes of a row of weights from which splitting K in four pays
 
 
@@ -68,11 +71,12 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
         return _grouped(problem)
     wide = problem.outputs >= 64 * 2 * multiprocessors(device)
     if problem.tokens <= 2:
-        # A narrow layer has too few programs to hide the start of its rows, so it asks for them ahead.
-        return replace(_SINGLE, lines=0) if wide else _SINGLE
+        return _single(problem.plane)
     if problem.tokens <= 16:
         if wide:
             return _FEW_WIDE
+        if problem.outputs >= 62 * multiprocessors(device) and problem.plane < _LONG:
+            return _FEW_MEDIUM
         return _FEW_NARROW_LONG if problem.plane >= _LONG else _FEW_NARROW
     if _copies_by_descriptor(problem, device, out_bytes):
         if problem.tokens <= 64:
@@ -83,6 +87,25 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
         return _MANY_WIDE if problem.outputs * problem.tokens >= _LARGEST else _MANY
     tokens = next(size for size in (32, 64, 128) if problem.tokens <= size or size == 128)
     return Plan(kernel="tile", outputs=64, tokens=tokens, bytes=128 if tokens < 128 else 64, warps=4, stages=4)
+
+
+def _single(plane: int) -> Plan:
+    """Whole rows at once, two loads of 16 bytes a thread for each."""
+    row = 1 << (plane - 1).bit_length()
+    warps = min(row // 1024, 16) if row > 4096 else min(max(row // 512, 1), 4)
+    return Plan(kernel="dot", outputs=4, tokens=1, bytes=min(row, _LONGEST_STEP), warps=warps, stages=1,
+                resident=max(32 // warps, 2))  # fmt: skip
+
+
+def choose_quantizing(problem: Problem, device: torch.device) -> Plan | None:
+    """The plan of a single token that the kernel for it quantizes too; `None` where to do so apart is the faster."""
+    if problem.tokens > 2 or problem.groups > 1 or problem.plane > _LONGEST_QUANTIZED:
+        return None
+    plan = _single(problem.plane)
+    if problem.outputs < 48 * multiprocessors(device):
+        return replace(plan, resident=4)
+    # Each program quantizes for itself: the fewer of them, the less of that.
+    return replace(plan, outputs=8, resident=3 if problem.outputs < 128 * multiprocessors(device) else 6)
 
 
 def _copies_by_descriptor(problem: Problem, device: torch.device, out_bytes: int) -> bool:

@@ -123,6 +123,17 @@ def _grid(layout: LinearLayout) -> Grid:
     return activations.bits, activations.clip_ratio, activations.group_size, kernel_bits(weights) == 4
 
 
+def encode_and_multiply(x: Tensor, weight: KernelWeight, layout: LinearLayout) -> Tensor:
+    """`multiply` of rows `[m, n]` that are quantized as they are, not rotated: `[m, out]` in the dtype of x."""
+    weights, activations = layout.weights, layout.activations
+    if weights is None or activations is None:
+        return multiply(encode(x, layout, None), weight, layout, x.dtype)
+    bits, clip_ratio, group_size, _ = _grid(layout)
+    return ops.quantize_matmul(
+        x, bits, clip_ratio, group_size, kernel_bits(weights), weight.packed, weight.scale, weight.bias
+    )
+
+
 def multiply(encoded: tuple[Tensor, ...], weight: KernelWeight, layout: LinearLayout, dtype: torch.dtype) -> Tensor:
     """The scaled product of an encoded input `[m, ...]` with a weight, plus its bias: `[m, out]` in `dtype`."""
     if layout.activations is None:

@@ -210,6 +210,8 @@ class QuantizedLinear(nn.Module):
     def multiply_on_kernels(self, x: Tensor, weight: KernelWeight) -> Tensor:
         """The product of an input `[..., in]` with `weight`: its own, or its own and those of others that read x."""
         rows = x.flatten(0, -2)
+        if self.layout.transform is None:
+            return kernel_path.encode_and_multiply(rows, weight, self.layout).unflatten(0, x.shape[:-1])
         factors = self.kernel_factors(x)
         if factors is None:
             rows = self.rotate_input(rows)

@@ -55,7 +55,8 @@ _FEW_WIDE = Plan(kernel="tile", outputs=64, tokens=16, bytes=128, warps=4, stage
 _SOME_NARROW = Plan(kernel="tile", outputs=64, tokens=64, bytes=128, warps=4, stages=4)
 _SOME_WIDE = Plan(kernel="tma", outputs=128, tokens=64, bytes=128, warps=4, stages=4)
 _MORE_NARROW = Plan(kernel="tma", outputs=64, tokens=64, bytes=128, warps=4, stages=5)
-_MORE = Plan(kernel="tma", outputs=128, tokens=64, bytes=128, warps=4, stages=4)
+_MORE_MEDIUM = Plan(kernel="tma", outputs=64, tokens=256, bytes=128, warps=4, stages=3)
+_MORE_WIDE = Plan(kernel="tma", outputs=128, tokens=64, bytes=64, warps=4, stages=5)
 _MANY = Plan(kernel="tma", outputs=128, tokens=128, bytes=64, warps=4, stages=4, band=16)
 _MANY_WIDE = Plan(kernel="tma", outputs=128, tokens=256, bytes=128, warps=8, stages=3)
 
@@ -82,11 +83,19 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
         if problem.tokens <= 64:
             return _SOME_WIDE if wide else _SOME_NARROW
         if problem.tokens <= 512:
-            return _MORE if wide else _MORE_NARROW
+            return _more(problem, multiprocessors(device))
         # The larger tile reads less and fills a device worse: it wins on the very largest products alone.
         return _MANY_WIDE if problem.outputs * problem.tokens >= _LARGEST else _MANY
     tokens = next(size for size in (32, 64, 128) if problem.tokens <= size or size == 128)
     return Plan(kernel="tile", outputs=64, tokens=tokens, bytes=128 if tokens < 128 else 64, warps=4, stages=4)
+
+
+def _more(problem: Problem, multiprocessors: int) -> Plan:
+    if problem.outputs >= 72 * multiprocessors:
+        return _MORE_WIDE
+    # Half a tile of tokens is too much to compute for nothing.
+    medium = problem.outputs >= 36 * multiprocessors and problem.tokens > 128
+    return _MORE_MEDIUM if medium else _MORE_NARROW
 
 
 def _single(plane: int) -> Plan:

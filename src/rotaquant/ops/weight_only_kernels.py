@@ -225,12 +225,12 @@ def _launch_few(operands: _Operands, size: int, biased: bool) -> None:
     tokens, (outputs, groups), half = len(x), scale.shape, w.shape[1] * 4
     pdl = programmatic_launch(x.device)
     tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    block = 32 if outputs < 64 * 2 * multiprocessors(x.device) else 64
+    block, stages = (32, 4) if outputs < 62 * multiprocessors(x.device) else (64, 3)
     step = 128 if groups == 1 else next((step for step in (128, 64, 32) if size // 2 % step == 0), 0)
     fine, step = step == 0, step or 64
     _few[(triton.cdiv(outputs, block), triton.cdiv(tokens, tile))](
         w.view(torch.uint8), x, out, scale, bias,
-        outputs, tokens, half, groups, size // 2, x.stride(0), block, tile, step, 4,
+        outputs, tokens, half, groups, size // 2, x.stride(0), block, tile, step, stages,
         half % step == 0, groups > 1, fine, biased, inline_assembly(x.device), pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

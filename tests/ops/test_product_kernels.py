@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from rotaquant.errors import RotaquantError
-from rotaquant.ops import packing, reference
+from rotaquant.ops import packing, product_plans, reference
 from rotaquant.ops.product_kernels import product
-from rotaquant.ops.product_plans import Plan
+from rotaquant.ops.product_plans import Plan, Problem
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")),
@@ -91,10 +91,36 @@ def test_chosen_plans_are_exact_for_random_shapes(seed: int, device: str) -> Non
         assert torch.equal(got, expected(data, bits, biased)), (m, n, k, bits)
 
 
+LARGE = [
+    (1, 4096, 28672),
+    (2, 11008, 4096),
+    (16, 4096, 1024),
+    (16, 4096, 28672),
+    (16, 8448, 1024),
+    (16, 20000, 512),
+    (40, 4096, 512),
+    (64, 8192, 28672),
+    (64, 20000, 512),
+    (100, 4096, 1024),
+    (200, 8192, 1024),
+    (300, 11008, 4096),
+    (2049, 4096, 4096),
+    (16384, 1024, 512),
+    (16384, 32768, 128),
+]
+
+
+def test_the_large_problems_are_given_every_plan_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_plans, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(product_plans, "tensor_copy_engine", lambda device: True)
+    problems = [Problem(tokens=m, outputs=n, plane=k // 2, packed=True) for m, n, k in LARGE]
+    given = {product_plans.choose(problem, torch.device("cuda"), 2) for problem in problems}
+    table = {name: plan for name, plan in vars(product_plans).items() if isinstance(plan, Plan)}
+    assert len(table) >= 10 and not {name for name, plan in table.items() if plan not in given}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(2049, 4096, 4096), (16384, 1024, 512), (300, 11008, 4096), (64, 8192, 28672)]
-)
+@pytest.mark.parametrize(("m", "n", "k"), LARGE)
 def test_plans_for_large_problems_are_exact(m: int, n: int, k: int) -> None:
     data = operands(m, n, k, 4, 1, "cuda")
     got = run(data, 4, torch.bfloat16, None, True)

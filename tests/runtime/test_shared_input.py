@@ -176,6 +176,14 @@ class TestOneProduct:
             assert all_equal(after, each_alone(linears, x))
             assert not torch.equal(after[2], before[2]) and not torch.equal(after[0], before[0])
 
+    def test_a_bias_taken_away_is_gone(self) -> None:
+        linears, x = trio(), rows()
+        with on_kernels():
+            before = linears(x)
+            linears[1].bias = None
+            after = linears(x)
+            assert all_equal(after, each_alone(linears, x)) and not torch.equal(after[1], before[1])
+
     def test_joins_only_what_is_alike(self) -> None:
         narrow, wide, other, same = make(16), make(48), make(8, bits=(8, 8)), make(24)
         in_float = QuantizedLinear.from_float(nn.Linear(INPUTS, 8), LinearLayout())
@@ -420,12 +428,22 @@ class TestMemory:
             linears.to(torch.float32)
             assert all_equal([linear.weight_scale for linear in linears], scales)
             self._is_right(linears)
-            before = linears[0].weight_packed.data_ptr()
+            before = linears[0].weight_packed
             linears._apply(lambda tensor: tensor.clone())  # as a move to another device
-            assert is_stacked(linears) and linears[0].weight_packed.data_ptr() != before
+            assert is_stacked(linears) and linears[0].weight_packed.data_ptr() != before.data_ptr()
             self._is_right(linears)
         linears._apply(lambda tensor: tensor.clone())  # to one without kernels
         assert not is_stacked(linears) and linears[0].shared_input._joined is None
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+    def test_a_cast_is_that_of_each(self, linears: Owner, dtype: torch.dtype) -> None:
+        expected = [linear.bias.to(dtype) for linear in linears]
+        with on_kernels():
+            linears.to(dtype)
+            assert all(linear.bias.dtype == dtype for linear in linears)
+            assert all_equal([linear.bias for linear in linears], expected)
+            if dtype != torch.float64:
+                self._is_right(linears)
 
     @pytest.mark.parametrize("bits", [(4, 4), (3, 4)])
     def test_assigned_tensors_are_laid_out_anew(self, bits: tuple[int, int]) -> None:

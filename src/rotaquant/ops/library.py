@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rotaquant.ops import checks, packing, reference
+from rotaquant.ops.product_plans import MOST_SINGLE
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,6 @@ LIBRARY.define(
 )
 LIBRARY.define(f"int4_matmul{_PRODUCT}")
 LIBRARY.define(f"int8_matmul{_PRODUCT}")
-
-# Tokens that a kernel for one of them takes one after another.
-_SINGLE_TOKENS = 2
 
 
 @lru_cache(maxsize=1)
@@ -300,7 +298,7 @@ def _quantize_matmul(
     bias: Tensor | None,
 ) -> Tensor:
     checks.weight_bits(weight_bits)
-    if _by_kernel(x) and group_size is None and len(x) <= _SINGLE_TOKENS:
+    if _by_kernel(x) and group_size is None and len(x) <= MOST_SINGLE:
         checks.quantizing_product(x, bits, weight_packed, weight_scale, bias, weight_bits)
         from rotaquant.ops import product_kernels
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rotaquant.ops.dispatch import Capability, refusal
-from rotaquant.ops.product_plans import Plan, Problem
+from rotaquant.ops.product_plans import MOST_SINGLE, Plan, Problem
 
 MOST_CANDIDATES = 24
 
@@ -17,7 +17,7 @@ def candidates(problem: Problem, capability: Capability | None) -> tuple[Plan, .
     """Plans worth timing for a problem on a device of that capability, each one that its kernel admits."""
     if problem.groups > 1:
         wanted = _grouped(problem)
-    elif problem.tokens <= 2:
+    elif problem.tokens <= MOST_SINGLE:
         wanted = _single()
     elif problem.tokens <= 16:
         wanted = _few()

@@ -236,13 +236,13 @@ def quantizing_product(
 
     `None` where no kernel does both, or two are the faster.
     """
-    tokens, columns = x.shape
+    tokens = len(x)
     outputs, words = weight_packed.shape
     problem = Problem(
         tokens=tokens, outputs=outputs, plane=4 * words, packed=weight_bits == 4, groups=weight_scale.shape[1]
     )
     plan = plan or choose_quantizing(problem, x.device)
-    if plan is None or not single.takes(x) or columns > WIDEST_INPUT:
+    if plan is None or not single.takes(x):
         return None
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if out.numel():

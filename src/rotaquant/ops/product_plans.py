@@ -61,6 +61,7 @@ _MANY = Plan(kernel="tma", outputs=128, tokens=128, bytes=64, warps=4, stages=4,
 _MANY_WIDE = Plan(kernel="tma", outputs=128, tokens=256, bytes=128, warps=8, stages=3)
 
 _LARGEST = 1 << 29  # outputs of a product from which tiles of 256 tokens pay
+MOST_SINGLE = 2  # tokens that a kernel for one of them takes one after another
 _LONGEST_STEP = 16384  # bytes of a row of weights that a single token's kernel holds at once
 _LONGEST_QUANTIZED = 4096  # ... up to which it quantizes the token itself
 _LONG = 12288  # bytes of a row of weights from which splitting K in four pays
@@ -71,7 +72,7 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
     if problem.groups > 1:
         return _grouped(problem)
     wide = problem.outputs >= 64 * 2 * multiprocessors(device)
-    if problem.tokens <= 2:
+    if problem.tokens <= MOST_SINGLE:
         return _single(problem.plane)
     if problem.tokens <= 16:
         if wide:
@@ -99,7 +100,7 @@ def _more(problem: Problem, multiprocessors: int) -> Plan:
 
 
 def _single(plane: int) -> Plan:
-    """Whole rows at once, two loads of 16 bytes a thread for each."""
+    """Whole rows at once, for each one or two loads of 16 bytes a thread."""
     row = 1 << (plane - 1).bit_length()
     warps = min(row // 1024, 16) if row > 4096 else min(max(row // 512, 1), 4)
     return Plan(kernel="dot", outputs=4, tokens=1, bytes=min(row, _LONGEST_STEP), warps=warps, stages=1,
@@ -108,7 +109,7 @@ def _single(plane: int) -> Plan:
 
 def choose_quantizing(problem: Problem, device: torch.device) -> Plan | None:
     """The plan of a single token that the kernel for it quantizes too; `None` where to do so apart is the faster."""
-    if problem.tokens > 2 or problem.groups > 1 or problem.plane > _LONGEST_QUANTIZED:
+    if problem.tokens > MOST_SINGLE or problem.groups > 1 or problem.plane > _LONGEST_QUANTIZED:
         return None
     plan = _single(problem.plane)
     if problem.outputs < 48 * multiprocessors(device):

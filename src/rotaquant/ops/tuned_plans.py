@@ -27,14 +27,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from rotaquant.errors import RotaquantError
 from rotaquant.ops import device_features
 from rotaquant.ops.dispatch import OUT_BYTES, Capability, refusal
-from rotaquant.ops.product_plans import Plan, Problem
+from rotaquant.ops.product_plans import MOST_SINGLE, Plan, Problem
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 
 # A plan serves its own regime: beyond a bound other kernels are the better ones, and single tokens have their own.
-REGIMES = (2, 16, 64, 256)
+REGIMES = (MOST_SINGLE, 16, 64, 256)
 
 _TRITON_PACKAGES = ("triton", "pytorch-triton", "triton-windows", "pytorch-triton-rocm")
 

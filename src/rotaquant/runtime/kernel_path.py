@@ -125,12 +125,11 @@ def _grid(layout: LinearLayout) -> Grid:
 
 def encode_and_multiply(x: Tensor, weight: KernelWeight, layout: LinearLayout) -> Tensor:
     """`multiply` of rows `[m, n]` that are quantized as they are, not rotated: `[m, out]` in the dtype of x."""
-    weights, activations = layout.weights, layout.activations
-    if weights is None or activations is None:
-        return multiply(encode(x, layout, None), weight, layout, x.dtype)
-    bits, clip_ratio, group_size, _ = _grid(layout)
+    if layout.activations is None:
+        return multiply((x,), weight, layout, x.dtype)
+    bits, clip_ratio, group_size, packed = _grid(layout)
     return ops.quantize_matmul(
-        x, bits, clip_ratio, group_size, kernel_bits(weights), weight.packed, weight.scale, weight.bias
+        x, bits, clip_ratio, group_size, 4 if packed else 8, weight.packed, weight.scale, weight.bias
     )
 
 

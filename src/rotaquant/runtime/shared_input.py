@@ -60,6 +60,7 @@ class SharedInput:
         self.columns = _columns(members)
         self._layouts = tuple(member.layout for member in members)
         self._joined: KernelWeight | None = None
+        self._biased: tuple[bool, ...] = ()
         self._fruitless = 0
 
     def belong_to(self, owner: nn.Module) -> None:
@@ -89,7 +90,9 @@ class SharedInput:
 
     def _join(self) -> KernelWeight | None:
         scales = [member.weight_scale for member in self.members]
-        if len({scale.dtype for scale in scales}) > 1:
+        biases = [member.bias for member in self.members]
+        # While a model is cast, its linears are of two dtypes.
+        if any(len({tensor.dtype for tensor in part if tensor is not None}) > 1 for part in (scales, biases)):
             return None
         # Tensors made in inference mode could not be written to outside it, as loading a state dict does.
         with torch.inference_mode(False), torch.no_grad():
@@ -98,6 +101,7 @@ class SharedInput:
             for member, (start, stop) in zip(self.members, self.columns, strict=True):
                 bias = None if joined.bias is None or member.bias is None else joined.bias[start:stop]
                 member.move_weight(KernelWeight(joined.packed[start:stop], joined.scale[start:stop], bias))
+        self._biased = tuple(bias is not None for bias in biases)
         return joined
 
     def _joined_bias(self) -> Tensor | None:
@@ -115,13 +119,13 @@ class SharedInput:
         joined = self._joined
         if joined is None:
             return None
-        for member, (start, _) in zip(self.members, self.columns, strict=True):
+        for member, (start, _), biased in zip(self.members, self.columns, self._biased, strict=True):
             # The memory is held, so that no other tensor can have come to lie there.
-            if not (
-                _lies_at(member.packed_for_kernels(), joined.packed, start)
-                and _lies_at(member.weight_scale, joined.scale, start)
-                and (member.bias is None or (joined.bias is not None and _lies_at(member.bias, joined.bias, start)))
-            ):
+            if not _lies_at(member.packed_for_kernels(), joined.packed, start):
+                return None
+            if not _lies_at(member.weight_scale, joined.scale, start) or biased != (member.bias is not None):
+                return None
+            if member.bias is not None and joined.bias is not None and not _lies_at(member.bias, joined.bias, start):
                 return None
         return joined
 

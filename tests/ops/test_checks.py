@@ -43,8 +43,8 @@ def factors(left: Tensor | None = None, order: int | None = None, right: Tensor 
     )
 
 
-def quantize(columns: int, bits: int, group: int | None, planar: bool) -> Callable[[], object]:
-    return lambda: ops.quantize_rows(floats(3, columns), bits, 0.9, group, planar)
+def quantize(columns: int, bits: int, group: int | None, planar: bool, clip_ratio: float = 0.9) -> Callable[[], object]:
+    return lambda: ops.quantize_rows(floats(3, columns), bits, clip_ratio, group, planar)
 
 
 def norm(residual: Tensor) -> Callable[[], object]:
@@ -65,10 +65,22 @@ def single(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 def product(
-    rows: Tensor, token_scale: Tensor, packed: Tensor, weight_scale: Tensor, bias: Tensor | None = None, bits: int = 4
+    rows: Tensor,
+    token_scale: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    bits: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], object]:
     matmul = ops.int4_matmul if bits == 4 else ops.int8_matmul
-    return lambda: matmul(rows, token_scale, packed, weight_scale, bias, torch.bfloat16)
+    return lambda: matmul(rows, token_scale, packed, weight_scale, bias, dtype)
+
+
+def both(
+    x: Tensor, packed: Tensor, weight_scale: Tensor, bits: int = 4, group: int | None = None
+) -> Callable[[], object]:
+    return lambda: ops.quantize_matmul(x, 4, 0.9, group, bits, packed, weight_scale, None)
 
 
 F32 = torch.float32
@@ -82,7 +94,21 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], object]], str]] = {
         "group_size is 24; it must divide the 64 columns of a row",
     ),
     "groups of none": (lambda: quantize(64, 4, 0, True), "group_size is 0; it must divide"),
-    "odd groups in planes": (lambda: quantize(15, 4, 5, True), "group_size is 5; it must be even"),
+    "groups of half words": (
+        lambda: quantize(36, 4, 12, True),
+        "group_size is 12; beside 4-bit weights it must be a multiple of 8",
+    ),
+    "groups of half words of bytes": (
+        lambda: quantize(30, 4, 10, False),
+        "group_size is 10; beside 8-bit weights it must be a multiple of 4",
+    ),
+    **{
+        f"a range of {clip_ratio}": (
+            lambda clip_ratio=clip_ratio: quantize(64, 4, None, True, clip_ratio),  # type: ignore[misc]
+            f"clip_ratio is {clip_ratio}; it must be a number above 0",
+        )
+        for clip_ratio in (0.0, -0.5, float("nan"), float("inf"))
+    },
     "no columns": (lambda: quantize(0, 4, None, True), "x is bfloat16 [3, 0] on"),
     "three axes": (lambda: lambda: ops.quantize_rows(floats(2, 3, 8), 4, 0.9), "x is bfloat16 [2, 3, 8] on"),
     "a residual of another dtype": (lambda: norm(floats(3, 64, dtype=F32)), "residual is float32 [3, 64] on"),
@@ -146,7 +172,35 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], object]], str]] = {
     ),
     "groups that share codes": (
         lambda: product(codes(3, 1, 64), floats(3, 3, dtype=F32), words(5, 16), floats(5, 1), bits=8),
-        "scales are of 3 groups, which must divide the 64 codes of a plane",
+        "scales are of 3 groups, which must part the 64 codes of a plane in multiples of 4",
+    ),
+    "groups of weights that share a word": (
+        lambda: both(floats(3, 12), words(5, 2), floats(5, 2)),
+        "scales are of 2 groups, which must part the 12 columns of x in multiples of 8",
+    ),
+    "groups of one token that share a word": (
+        lambda: both(floats(1, 12), words(5, 3), floats(5, 2), bits=8),
+        "scales are of 2 groups, which must part the 12 columns of x in multiples of 4",
+    ),
+    "groups of x that share a word": (
+        lambda: both(floats(3, 10), words(5, 3), floats(5, 2), bits=8, group=5),
+        "group_size is 5; beside 8-bit weights it must be a multiple of 4",
+    ),
+    "groups of x and others of weights": (
+        lambda: both(floats(3, 64), words(5, 8), floats(5, 2), group=16),
+        "weight_scale is bfloat16 [5, 2] on",
+    ),
+    "weights of other bits": (
+        lambda: both(floats(3, 64), words(5, 8), floats(5, 1), bits=3),
+        "weight_bits is 3; it must be 4 or 8",
+    ),
+    "outputs of integers": (
+        lambda: product(codes(3, 2, 32), floats(3, 1, dtype=F32), words(5, 8), floats(5, 1), dtype=torch.int32),
+        "dtype is torch.int32; it must be one of floats",
+    ),
+    "complex outputs": (
+        lambda: product(codes(3, 2, 32), floats(3, 1, dtype=F32), words(5, 8), floats(5, 1), dtype=torch.complex64),
+        "dtype is torch.complex64; it must be one of floats",
     ),
     "a long bias": (
         lambda: product(codes(3, 2, 32), floats(3, 1, dtype=F32), words(5, 8), floats(5, 1), floats(6)),
@@ -175,14 +229,16 @@ def test_operands_are_on_one_device() -> None:
     with pytest.raises(RotaquantError, match="bias is bfloat16 .* on meta; it must be on cpu"):
         checks.float_product(here, words(5, 8), floats(5, 1), floats(5).to("meta"))
     with pytest.raises(RotaquantError, match="token_scale is float32 .* on meta; it must be on cpu"):
-        checks.integer_product(codes(3, 2, 32), SCALE.to("meta"), words(5, 8), floats(5, 1), None, 4)
+        checks.integer_product(codes(3, 2, 32), SCALE.to("meta"), words(5, 8), floats(5, 1), None, 4, F32)
 
 
 def test_what_fits_is_not_refused() -> None:
-    checks.grid(15, 4, 15, True)  # a single group may be odd
-    checks.grid(15, 8, 5, False)
-    checks.integer_product(codes(3, 2, 32), floats(3, 4, dtype=F32), words(5, 8), floats(5, 1), floats(5), 4)
-    checks.integer_product(codes(3, 1, 32), SCALE, words(5, 8), floats(5, 4), None, 8)
+    checks.grid(15, 4, 0.9, 15, True)  # a single group may be odd
+    checks.grid(12, 8, 1.5, 4, False)
+    checks.integer_product(codes(3, 2, 32), floats(3, 4, dtype=F32), words(5, 8), floats(5, 1), floats(5), 4, F32)
+    checks.integer_product(codes(3, 1, 32), SCALE, words(5, 8), floats(5, 4), None, 8, F32)
+    checks.quantizing_product(floats(3, 24), 4, 0.9, 8, 4, words(5, 3), floats(5, 3), None)
+    checks.quantizing_product(floats(3, 15), 4, 0.9, None, 4, words(5, 2), floats(5, 1), None)
     checks.float_product(floats(0, 60), words(5, 8), floats(5, 5), None)
     with pytest.raises(RotaquantError):
         checks.rows("x", words(3, 8))

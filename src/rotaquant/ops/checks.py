@@ -6,6 +6,7 @@ dtypes and devices are looked at, which costs no wait for a device.
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -30,22 +31,19 @@ def alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
         _refuse(name, tensor, f"as {other_name}, {_described(other)}")
 
 
-def grid(columns: int, bits: int, group_size: int | None, planar: bool) -> None:
-    """Refuse bits out of 2 to 8, and groups that do not divide the columns, or not their planes."""
+def grid(columns: int, bits: int, clip_ratio: float, group_size: int | None, planar: bool) -> None:
+    """Refuse bits out of 2 to 8, a range that is none, and groups that do not divide the columns into whole words."""
     if not _FEWEST_BITS <= bits <= _MOST_BITS:
         raise RotaquantError(f"bits is {bits}; it must be from {_FEWEST_BITS} to {_MOST_BITS}")
+    if not 0 < clip_ratio < math.inf:
+        raise RotaquantError(f"clip_ratio is {clip_ratio}; it must be a number above 0")
     if group_size is None or group_size == columns:
         return
     if group_size < 1 or columns % group_size:
         raise RotaquantError(f"group_size is {group_size}; it must divide the {columns} columns of a row")
-    if planar and group_size % 2:
-        raise RotaquantError(f"group_size is {group_size}; it must be even where even and odd columns go apart")
-
-
-def weight_bits(bits: int) -> None:
-    """Refuse weights that kernels do not read."""
-    if bits not in (4, 8):
-        raise RotaquantError(f"weight_bits is {bits}; it must be 4 or 8")
+    unit, weights = (8, "4-bit") if planar else (4, "8-bit")
+    if group_size % unit:
+        raise RotaquantError(f"group_size is {group_size}; beside {weights} weights it must be a multiple of {unit}")
 
 
 def activation(name: str) -> None:
@@ -89,9 +87,20 @@ def float_product(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: 
 
 
 def integer_product(
-    codes: Tensor, token_scale: Tensor, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None, bits: int
+    codes: Tensor,
+    token_scale: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
 ) -> None:
-    """Refuse operands of the products of codes with weights of 4 or 8 bits that do not meet."""
+    """Refuse operands of the products of codes with weights of 4 or 8 bits that do not meet, and outputs not of floats.
+
+    Groups are of whole words: where the last word of a row is padded, there is but one.
+    """
+    if not dtype.is_floating_point:
+        raise RotaquantError(f"dtype is {dtype}; it must be one of floats")
     planes = 2 if bits == 4 else 1
     if codes.dtype != torch.int8 or codes.dim() != 3 or codes.shape[1] != planes:
         _refuse("codes", codes, f"int8 [m, {planes}, plane] beside weights of {bits} bits")
@@ -100,24 +109,45 @@ def integer_product(
     if not _is_scale(token_scale, tokens) or token_scale.dtype != reference.compute_dtype(token_scale.dtype):
         _refuse("token_scale", token_scale, f"float32 (or float64) [{tokens}, 1 or groups]")
     _on_device("token_scale", token_scale, codes.device)
-    groups = token_scale.shape[1]
-    if groups == 1:
-        groups = weight_scale.shape[1]
-    elif weight_scale.shape[1] not in (1, groups):
-        outputs = weight_packed.shape[0]
-        _refuse("weight_scale", weight_scale, f"[{outputs}, 1 or {groups}], {groups} being the groups of token_scale")
-    _groups(groups, plane)
+    _groups(_groups_of(token_scale.shape[1], weight_scale), plane, 4, "codes of a plane")
 
 
 def quantizing_product(
-    x: Tensor, bits: int, weight_packed: Tensor, weight_scale: Tensor, bias: Tensor | None, weight_bits: int
+    x: Tensor,
+    bits: int,
+    clip_ratio: float,
+    group_size: int | None,
+    weight_bits: int,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
 ) -> None:
-    """Refuse operands of `quantize_matmul`, without groups of activations, that its two parts would refuse."""
+    """Refuse operands of `quantize_matmul` that do not meet."""
     rows("x", x)
-    grid(x.shape[1], bits, None, weight_bits == 4)
-    plane = packing.plane_columns(x.shape[1], weight_bits == 4)
-    _integer_weight(weight_packed, weight_scale, bias, plane, x.device)
-    _groups(weight_scale.shape[1], plane)
+    if weight_bits not in (4, 8):
+        raise RotaquantError(f"weight_bits is {weight_bits}; it must be 4 or 8")
+    columns, planar = x.shape[1], weight_bits == 4
+    grid(columns, bits, clip_ratio, group_size, planar)
+    _integer_weight(weight_packed, weight_scale, bias, packing.plane_columns(columns, planar), x.device)
+    _groups(_groups_of(columns // (group_size or columns), weight_scale), columns, 8 if planar else 4, "columns of x")
+
+
+def _groups_of(token_groups: int, weight_scale: Tensor) -> int:
+    """The groups of a product, of which its tokens, its weights or both have scales."""
+    outputs, groups = weight_scale.shape
+    if token_groups == 1:
+        return groups
+    if groups not in (1, token_groups):
+        wanted = f"[{outputs}, 1 or {token_groups}], {token_groups} being the groups of the tokens"
+        _refuse("weight_scale", weight_scale, wanted)
+    return token_groups
+
+
+def _groups(groups: int, length: int, unit: int, what: str) -> None:
+    if groups > 1 and length % (groups * unit):
+        raise RotaquantError(
+            f"scales are of {groups} groups, which must part the {length} {what} in multiples of {unit}"
+        )
 
 
 def _integer_weight(
@@ -133,11 +163,6 @@ def _integer_weight(
         _refuse("weight_scale", weight_scale, f"floats [{outputs}, 1 or groups]")
     _on_device("weight_scale", weight_scale, device)
     _bias(bias, outputs, device)
-
-
-def _groups(groups: int, plane: int) -> None:
-    if plane % groups:
-        raise RotaquantError(f"scales are of {groups} groups, which must divide the {plane} codes of a plane")
 
 
 def _is_scale(scale: Tensor, length: int) -> bool:

@@ -141,7 +141,7 @@ def _quantize_rows_fake(
     x: Tensor, bits: int, clip_ratio: float, group_size: int | None, planar: bool
 ) -> tuple[Tensor, Tensor]:
     checks.rows("x", x)
-    checks.grid(x.shape[1], bits, group_size, planar)
+    checks.grid(x.shape[1], bits, clip_ratio, group_size, planar)
     return codes_like(x, group_size, planar)
 
 
@@ -181,7 +181,7 @@ def _product_fake(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    checks.integer_product(codes, token_scale, weight_packed, weight_scale, bias, weight_bits)
+    checks.integer_product(codes, token_scale, weight_packed, weight_scale, bias, weight_bits, dtype)
     return codes.new_empty((codes.shape[0], weight_packed.shape[0]), dtype=dtype)
 
 
@@ -195,9 +195,8 @@ def _quantize_matmul_fake(
     weight_scale: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    checks.weight_bits(weight_bits)
-    codes, scale = _quantize_rows_fake(x, bits, clip_ratio, group_size, weight_bits == 4)
-    return _product_fake(weight_bits, codes, scale, weight_packed, weight_scale, bias, x.dtype)
+    checks.quantizing_product(x, bits, clip_ratio, group_size, weight_bits, weight_packed, weight_scale, bias)
+    return x.new_empty((x.shape[0], weight_packed.shape[0]))
 
 
 # --- the definitions, and the kernels ----------------------------------------------------------------------------
@@ -207,7 +206,13 @@ def _quantize_rows(
     x: Tensor, bits: int, clip_ratio: float, group_size: int | None, planar: bool
 ) -> tuple[Tensor, Tensor]:
     checks.rows("x", x)
-    checks.grid(x.shape[1], bits, group_size, planar)
+    checks.grid(x.shape[1], bits, clip_ratio, group_size, planar)
+    return _quantize_checked(x, bits, clip_ratio, group_size, planar)
+
+
+def _quantize_checked(
+    x: Tensor, bits: int, clip_ratio: float, group_size: int | None, planar: bool
+) -> tuple[Tensor, Tensor]:
     if not _by_kernel(x):
         return _quantize_by_definition(x, bits, clip_ratio, group_size, planar)
     from rotaquant.ops import quantize_kernels
@@ -237,7 +242,7 @@ def _rmsnorm_quantize(
     planar: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     checks.rows("x", x)
-    checks.grid(x.shape[1], bits, group_size, planar)
+    checks.grid(x.shape[1], bits, clip_ratio, group_size, planar)
     if residual is not None:
         checks.alike("residual", residual, "x", x)
     if _by_kernel(x):
@@ -275,7 +280,19 @@ def _product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    checks.integer_product(codes, token_scale, weight_packed, weight_scale, bias, weight_bits)
+    checks.integer_product(codes, token_scale, weight_packed, weight_scale, bias, weight_bits, dtype)
+    return _multiply_checked(weight_bits, codes, token_scale, weight_packed, weight_scale, bias, dtype)
+
+
+def _multiply_checked(
+    weight_bits: int,
+    codes: Tensor,
+    token_scale: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     if _by_kernel(token_scale):
         from rotaquant.ops import product_kernels
 
@@ -297,16 +314,15 @@ def _quantize_matmul(
     weight_scale: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    checks.weight_bits(weight_bits)
+    checks.quantizing_product(x, bits, clip_ratio, group_size, weight_bits, weight_packed, weight_scale, bias)
     if _by_kernel(x) and group_size is None and len(x) <= MOST_SINGLE:
-        checks.quantizing_product(x, bits, weight_packed, weight_scale, bias, weight_bits)
         from rotaquant.ops import product_kernels
 
         out = product_kernels.quantizing_product(x, weight_packed, weight_scale, bias, bits, clip_ratio, weight_bits)
         if out is not None:
             return out
-    codes, scale = _quantize_rows(x, bits, clip_ratio, group_size, weight_bits == 4)
-    return _product(weight_bits, codes, scale, weight_packed, weight_scale, bias, x.dtype)
+    codes, scale = _quantize_checked(x, bits, clip_ratio, group_size, weight_bits == 4)
+    return _multiply_checked(weight_bits, codes, scale, weight_packed, weight_scale, bias, x.dtype)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ def product_single(
 
 def takes(x: Tensor) -> bool:
     """Whether the kernel quantizes tokens like x itself: of 16 bits, and read by words of two."""
-    return x.dtype in _KINDS and x.stride(1) == 1 and by_words(x)
+    # Torch views two values as one only from an even one of their storage on, wherever that lies.
+    return x.dtype in _KINDS and x.stride(1) == 1 and by_words(x) and x.storage_offset() % 2 == 0
 
 
 def launch_quantizing(

@@ -114,7 +114,7 @@ def _rotate_quantize_fake(
 ) -> tuple[Tensor, Tensor]:
     checks.rows("x", x)
     checks.rotation(x, left, order, right)
-    checks.grid(x.shape[1], bits, group_size, planar)
+    checks.grid(x.shape[1], bits, clip_ratio, group_size, planar)
     return codes_like(x, group_size, planar)
 
 
@@ -171,7 +171,7 @@ def _rotate_quantize(
 ) -> tuple[Tensor, Tensor]:
     checks.rows("x", x)
     checks.rotation(x, left, order, right)
-    checks.grid(x.shape[1], bits, group_size, planar)
+    checks.grid(x.shape[1], bits, clip_ratio, group_size, planar)
     if group_size is not None or not _by_kernel(x, order, right):
         rotated = _rotate(x, left, order, right, norm, reference.compute_dtype(x.dtype))
         return quantize_rows(rotated, bits, clip_ratio, group_size, planar)
@@ -200,7 +200,7 @@ def _gated_rotate_quantize(
         x = reference.ACTIVATIONS[activation](gate) * up
         return _rotate_quantize(x, left, order, right, norm, bits, clip_ratio, group_size, planar)
     checks.rotation(gate, left, order, right)
-    checks.grid(gate.shape[1], bits, group_size, planar)
+    checks.grid(gate.shape[1], bits, clip_ratio, group_size, planar)
     from rotaquant.ops import rotation_kernels
 
     return rotation_kernels.rotate_quantize(gate, up, activation, left, order, right, norm, bits, clip_ratio, planar)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from rotaquant.rotation.plan import HeadMix, plan_head_mix
 from rotaquant.runtime.gated_mlp import GatedMlp
 from rotaquant.runtime.layout import LinearLayout
 from rotaquant.runtime.linear import QuantizedLinear
-from rotaquant.runtime.shared_input import share_inputs
-from tests.runtime.on_kernels import on_kernels
+from tests.runtime.on_kernels import Owner, on_kernels, owner_of
 from tests.tiny_models import CONFIGS, save_tiny, tiny_model, tokens
 
 pytestmark = pytest.mark.gpu
@@ -75,21 +74,6 @@ def linear(outputs: int, inputs: int, transform: Any = None, group: int | None =
     made.weight_scale.uniform_(1e-3, 2e-3)
     made.bias.normal_()
     return made.cuda()
-
-
-class Owner(nn.ModuleList):
-    """Calls its linears, by default each once."""
-
-    def forward(self, x: Tensor, order: Sequence[int] | None = None) -> list[Tensor]:
-        """The outputs of the linears of `order`."""
-        return [self[index](x) for index in (range(len(self)) if order is None else order)]
-
-
-def owner_of(*linears: nn.Module) -> Owner:
-    """An owner whose linears share its input."""
-    owner = Owner(linears)
-    share_inputs(owner, [str(index) for index in range(len(linears))])
-    return owner
 
 
 def trio(group: int | None = None) -> Owner:

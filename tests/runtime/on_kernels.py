@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from rotaquant import ops
 from rotaquant.runtime import kernel_path
+from rotaquant.runtime.shared_input import share_inputs
 
 PRODUCTS = ("int4_matmul", "int8_matmul")
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -33,6 +34,27 @@ def on_kernels() -> Iterator[Counter[str]]:
 def laid_out(module: AnyModule) -> AnyModule:
     """A module that was loaded before the CPU counted so, as it is when it has come to a device with kernels."""
     return module.to("cpu")
+
+
+class Owner(nn.ModuleList):
+    """Calls its linears as an attention or a feed-forward part does."""
+
+    def forward(
+        self, x: Tensor, order: Sequence[int] | None = None, between: Callable[[], object] = int
+    ) -> list[Tensor]:
+        """The outputs of the linears of `order`, by default each once; `between` runs after each."""
+        outputs = []
+        for index in range(len(self)) if order is None else order:
+            outputs.append(self[index](x))
+            between()
+        return outputs
+
+
+def owner_of(*linears: nn.Module) -> Owner:
+    """An owner whose linears share its input."""
+    owner = Owner(linears)
+    share_inputs(owner, [str(index) for index in range(len(linears))])
+    return owner
 
 
 def _counted(name: str, calls: Counter[str]) -> object:

@@ -278,6 +278,49 @@ class TestModule:
             owner(hidden())
             assert not calls["gated_hadamard_quantize"]
 
+    @pytest.mark.parametrize("kind", ["output", "residual", "input", "between", "by dimensions"])
+    def test_what_else_a_module_does_is_kept(self, mlp: Any, kind: str) -> None:
+        class Doing(nn.Module):
+            def __init__(self, part: Any) -> None:
+                super().__init__()
+                self.gate, self.up, self.down = part.gate_proj, part.up_proj, part.down_proj
+
+            def forward(self, x: Tensor) -> Tensor:
+                if kind == "input":
+                    x.mul_(0.5)
+                gate = self.gate(x)
+                if kind == "between":
+                    x.mul_(0.5)
+                gated = functional.silu(gate) * self.up(x)
+                output = self.down(gated / 2 if kind == "by dimensions" and x.dim() == 3 else gated)
+                if kind == "output":
+                    output.mul_(0.5)
+                if kind == "residual":
+                    output += x
+                return output
+
+        owner = Doing(mlp)
+        part = Mlp(inputs=("mlp.gate", "mlp.up"), down="mlp.down", width=192)
+        with torch.inference_mode():
+            gate_on_kernels(nn.ModuleDict({"mlp": owner}), SimpleNamespace(mlps=(part,)))  # type: ignore[arg-type]
+        expected = owner(hidden())
+        with on_kernels() as calls:
+            output = owner(hidden())
+            assert not calls["gated_hadamard_quantize"]
+        assert relative(output, expected) < 0.05
+
+    def test_hooks_within_other_modules_run(self, mlp: Any) -> None:
+        inner = nn.SiLU()
+        mlp.act_fn = nn.Sequential(inner).eval()
+        mlp.__class__ = type(mlp).__mro__[2]
+        part = Mlp(inputs=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj", width=192)
+        gate_on_kernels(nn.ModuleDict({"mlp": mlp}), SimpleNamespace(mlps=(part,)))  # type: ignore[arg-type]
+        with on_kernels() as calls:
+            mlp(hidden())
+            assert calls["gated_hadamard_quantize"] == 1
+        inner.register_forward_hook(lambda module, args, output: output + 1)
+        self._falls_back(mlp, hidden())
+
     def test_another_module_in_place_of_a_linear_is_called(self, mlp: Any) -> None:
         class Wrapped(nn.Module):
             def __init__(self, inner: nn.Module) -> None:

@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from rotaquant.runtime import shared_input as module_under_test
 from rotaquant.runtime.layout import LinearLayout
 from rotaquant.runtime.linear import QuantizedLinear
 from rotaquant.runtime.shared_input import share_inputs
-from tests.runtime.on_kernels import PRODUCTS, laid_out, on_kernels
+from tests.runtime.on_kernels import PRODUCTS, Owner, laid_out, on_kernels, owner_of
 
 INPUTS = 64
 OUTPUTS = (48, 16, 24)
@@ -47,24 +47,6 @@ def make(
     if linear.bias is not None:
         linear.bias.normal_(generator=generator)
     return linear
-
-
-class Owner(nn.ModuleList):
-    """Calls its linears as an attention or a feed-forward part does."""
-
-    def forward(self, x: Tensor, order: Sequence[int] = (0, 1, 2), between: Callable[[], object] = int) -> list[Tensor]:
-        """The outputs of the linears of `order`; `between` runs after each."""
-        outputs = []
-        for index in order:
-            outputs.append(self[index](x))
-            between()
-        return outputs
-
-
-def owner_of(*linears: nn.Module) -> Owner:
-    owner = Owner(linears)
-    share_inputs(owner, [str(index) for index in range(len(linears))])
-    return owner
 
 
 def trio(**fields: Any) -> Owner:
@@ -153,6 +135,36 @@ class TestOneProduct:
             actual = gradient()
         assert actual is not None
         assert ((actual - expected).norm() / expected.norm()).item() < 0.02
+
+    @pytest.mark.parametrize("as_parameter", [True, False])
+    def test_gradients_reach_biases(self, as_parameter: bool) -> None:
+        linears, x = trio(bits=(4, None)), rows()
+        bias = linears[1].bias
+        linears[1].bias = nn.Parameter(bias) if as_parameter else bias.requires_grad_()
+        with on_kernels(), torch.enable_grad():
+            linears(x)[1].float().sum().backward()
+            assert torch.equal(linears[1].bias.grad, torch.full_like(bias, 10))
+            # Nor does a move take it from whoever trains it.
+            held = linears[1].bias
+            laid_out(linears)
+            assert linears[1].bias is held and held.requires_grad
+        with on_kernels():
+            assert all_equal(linears(x), each_alone(linears, x))
+
+    def test_outputs_that_are_learnt_with_can_be_written_to(self) -> None:
+        linears, x = trio(bits=(4, None)), rows().requires_grad_()
+        with on_kernels(), torch.enable_grad():
+            first, second, third = linears(x)
+            squares = second.square()
+            first.mul_(2)
+            (first.sum() + squares.sum() + third.sum()).backward()
+            assert x.grad is not None and x.grad.abs().max() > 1
+
+    def test_a_batch_of_calls_in_one(self) -> None:
+        linears, x = trio(), rows()
+        with on_kernels():
+            outputs = torch.func.vmap(lambda x: tuple(linears(x)))(x)
+            assert all_equal(outputs, each_alone(linears, x))
 
     def test_holds_where_only_some_have_biases(self) -> None:
         linears, x = owner_of(make(48), make(16, bias=False), make(24)), rows()
@@ -268,6 +280,66 @@ class TestResults:
             linears[2].weight_packed.data.zero_()
             linears[0].weight_scale = linears[0].weight_scale * 2
             assert all_equal(linears(x), each_alone(linears, x))
+
+    @pytest.mark.parametrize("bits", [(4, 4), (3, 4), (6, 8)])
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_weights_loaded_in_inference_mode_count(self, bits: tuple[int, int], shared: bool) -> None:
+        linears, x, fresh = trio(bits=bits), rows(), make(16, bits=bits, seed=7)
+        if not shared:
+            linears[1].shared_input = None
+        with on_kernels() as calls:
+            laid_out(linears)
+            memory = linears[1].packed_for_kernels().data_ptr()
+            with torch.inference_mode():
+                linears[1].load_state_dict(fresh.state_dict())
+                calls.clear()
+                outputs = linears(x)
+            assert sum(calls[name] for name in PRODUCTS) == (1 if shared else 3)
+            assert torch.equal(outputs[1], fresh(x))
+            assert linears[1].packed_for_kernels().data_ptr() == memory
+
+    @pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x.data.mul_(2), lambda x: 3 * x])
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_hooks_before_a_linear_are_obeyed(self, write: Any, mode: Any) -> None:
+        linears = trio()
+
+        def hook(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+            return (write(args[0]),)
+
+        linears[1].register_forward_pre_hook(hook)
+        apart = copy.deepcopy(linears)
+        for linear in apart:
+            linear.shared_input = None
+        with on_kernels(), mode():
+            assert all_equal(linears(rows()), apart(rows()))
+
+    def test_hooks_before_every_module_are_obeyed(self) -> None:
+        linears = trio()
+        apart = copy.deepcopy(linears)
+        for linear in apart:
+            linear.shared_input = None
+        hook = nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: (args[0].mul_(2),) if module in (linears[1], apart[1]) else None
+        )
+        try:
+            with on_kernels(), torch.inference_mode():
+                assert all_equal(linears(rows()), apart(rows()))
+        finally:
+            hook.remove()
+
+    def test_a_call_after_an_interrupt_is_right(self) -> None:
+        linears, x = trio(), rows()
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with on_kernels() as calls, torch.inference_mode():
+            with pytest.raises(KeyboardInterrupt):
+                linears(x, between=interrupt)
+            x.mul_(2)
+            calls.clear()
+            assert all_equal(linears(x), each_alone(linears, x))
+            assert not module_under_test._this_thread.calls
 
     @pytest.mark.parametrize("bits", [(3, 4), (6, 8)])
     def test_widened_weights_follow_the_stored_ones(self, bits: tuple[int, int]) -> None:

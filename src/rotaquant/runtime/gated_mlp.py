@@ -33,7 +33,8 @@ def activation_of(gate: Callable[[Tensor], Tensor | None]) -> str | None:
     """
     trials = [_trial_input(dtype) for dtype in _TRIAL_DTYPES]
     try:
-        with torch.no_grad():
+        # Outside inference mode, where a tensor tells whether it was written to.
+        with torch.inference_mode(False), torch.no_grad():
             outcomes = [gate(trial.clone()) for trial in trials]
     # A module of whatever family that wants more than stand-ins give it cannot be told; it runs as it is.
     except Exception:
@@ -103,22 +104,19 @@ class GatedMlp(nn.Module):
         if torch.is_autocast_enabled(x.device.type) or has_hooks(down) or self.training not in gating.training:
             return False
         return all(isinstance(modules[name], QuantizedLinear) for name in gating.inputs) and all(
-            type(modules[name]) is kind and not has_hooks(modules[name]) and self._trains_as(modules[name])
-            for name, kind in gating.others
+            type(modules[name]) is kind and self._is_as_in_trial(modules[name]) for name, kind in gating.others
         )
 
-    def _trains_as(self, other: nn.Module | None) -> bool:
-        return other is None or all(part.training == self.training for part in other.modules())
+    def _is_as_in_trial(self, other: nn.Module | None) -> bool:
+        return other is None or all(part.training == self.training and not has_hooks(part) for part in other.modules())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time, where pickle would not find it.
         return _revive, (type(self).__mro__[2],), self.__dict__.copy()
 
 
-def has_hooks(module: nn.Module | None) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than its class says: hooks, or a forward of its own."""
-    if module is None:
-        return False
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or "forward" in module.__dict__ or _has_any_global_hook()
 
@@ -170,16 +168,23 @@ def _activation_of_module(owner: nn.Module, inputs: tuple[str, ...], down: str, 
 
 
 def _run_trial(owner: nn.Module, inputs: tuple[str, ...], down: str, gate_up: Tensor) -> Tensor | None:
-    """What `owner` hands to `down` when its input linears give `gate_up`; `None` if it does more than call them."""
+    """What `owner` hands to `down` when its input linears give `gate_up`; `None` if it does more than call them.
+
+    Tensors have the three dimensions of a batch of sequences, as in a model.
+    """
+    gate_up = gate_up.unsqueeze(0)
     given = (gate_up,) if len(inputs) == 1 else gate_up.chunk(2, dim=-1)
-    x, out = gate_up.new_ones(1), gate_up.new_ones(1)
+    x, out = gate_up.new_ones(1, 1, 1), gate_up.new_ones(1, 1, 1)
     stand_ins = {name: _StandIn(part) for name, part in zip((*inputs, down), (*given, out), strict=True)}
     trial = copy.copy(owner)
     trial._modules = {**owner._modules, **stand_ins}
     called_right = trial.forward(x) is out and all(len(one.seen) == 1 for one in stand_ins.values())
     if not called_right or any(stand_ins[name].seen[0] is not x for name in inputs):
         return None
-    return stand_ins[down].seen[0]
+    # Work in place before the linears or after them is none of the gate's.
+    if x._version or out._version:
+        return None
+    return stand_ins[down].seen[0].squeeze(0)
 
 
 class _StandIn(nn.Module):

@@ -35,6 +35,11 @@ class _Widened:
     def of(cls, source: Tensor, packed: Tensor) -> _Widened:
         return cls(packed, source, _version(source))
 
+    def renewed(self, packed: Tensor) -> _Widened:
+        """The same for what was written to the source, in the same memory: captured graphs read there."""
+        self.packed.copy_(packed)
+        return _Widened.of(self.source, self.packed)
+
     def is_of(self, stored: Tensor) -> bool:
         # A traced program cannot ask for the version: it reads what was made when the weight was loaded.
         unchanged = torch.compiler.is_compiling() or self.version == _version(stored)
@@ -258,12 +263,15 @@ class QuantizedLinear(nn.Module):
     def packed_for_kernels(self) -> Tensor:
         """The codes in 4 or 8 bits: as stored, or widened once where they have other bits."""
         assert self.layout.weights is not None
-        bits = kernel_path.kernel_bits(self.layout.weights)
-        if bits == self.layout.weights.bits:
+        if kernel_path.kernel_bits(self.layout.weights) == self.layout.weights.bits:
             return self.weight_packed
         if self._widened is None or not self._widened.is_of(self.weight_packed):
-            self._widened = _Widened.of(self.weight_packed, packing.pack_weight(self.codes(), bits))
+            self._widened = _Widened.of(self.weight_packed, self._widen())
         return self._widened.packed
+
+    def _widen(self) -> Tensor:
+        assert self.layout.weights is not None
+        return packing.pack_weight(self.codes(), kernel_path.kernel_bits(self.layout.weights))
 
     def lay_out(self) -> None:
         """Prepare the weight for kernels, where they run: when it has come to a device, not in a forward pass."""
@@ -306,6 +314,10 @@ class QuantizedLinear(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        # In inference mode what was written leaves no trace.
+        if self._widened is not None and self._widened.source is self.weight_packed:
+            with torch.inference_mode(False), torch.no_grad():
+                self._widened = self._widened.renewed(self._widen())
         self.lay_out()
 
     def extra_repr(self) -> str:

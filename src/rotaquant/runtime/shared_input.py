@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 from rotaquant.runtime import kernel_path
 from rotaquant.runtime.kernel_path import KernelWeight
@@ -94,6 +95,9 @@ class SharedInput:
         # While a model is cast, its linears are of two dtypes.
         if any(len({tensor.dtype for tensor in part if tensor is not None}) > 1 for part in (scales, biases)):
             return None
+        # What is trained stays the tensor that an optimizer holds.
+        if any(tensor is not None and (tensor.requires_grad or _is_parameter(tensor)) for tensor in scales + biases):
+            return None
         # Tensors made in inference mode could not be written to outside it, as loading a state dict does.
         with torch.inference_mode(False), torch.no_grad():
             packed = torch.cat([member.packed_for_kernels() for member in self.members])
@@ -130,6 +134,7 @@ class SharedInput:
         return joined
 
     def _enter(self, owner: nn.Module, args: Any) -> None:
+        # After an interrupt, which calls no hooks, there may be a call of before: it ends here.
         # A traced program must not depend on which tensor an earlier call has seen.
         if not torch.compiler.is_compiling():
             _this_thread.calls[self] = None
@@ -145,10 +150,10 @@ class SharedInput:
 
     def output_of(self, member: QuantizedLinear, x: Tensor) -> Tensor | None:
         """`member`'s output `[..., out]` for x, a view of that of all; `None` where it has to compute it alone."""
-        if torch.compiler.is_compiling() or type(x) not in (Tensor, nn.Parameter):
+        if torch.compiler.is_compiling() or type(x) not in (Tensor, nn.Parameter) or not _has_memory(x):
             return None
         calls = _this_thread.calls
-        if self not in calls or self._fruitless >= _PATIENCE or not self._is_whole(member):
+        if self not in calls or self._fruitless >= _PATIENCE or not self._is_whole(member) or self._is_learnt_with(x):
             return None
         call = calls[self]
         if call is not None and call.is_open:
@@ -160,11 +165,24 @@ class SharedInput:
         return call.take(member)
 
     def _is_whole(self, member: QuantizedLinear) -> bool:
-        """Whether the members are still what they were, and `member`, which may be a copy of one, is among them."""
-        return any(member is one for one in self.members) and all(
-            one.shared_input is self and one.layout is layout
-            for one, layout in zip(self.members, self._layouts, strict=True)
+        """Whether the members are still what they were, and `member`, which may be a copy of one, is among them.
+
+        A hook before a member's call may give it another input, or write to the one that all read.
+        """
+        return (
+            any(member is one for one in self.members)
+            and not _global_forward_pre_hooks
+            and all(
+                one.shared_input is self and one.layout is layout and not one._forward_pre_hooks
+                for one, layout in zip(self.members, self._layouts, strict=True)
+            )
         )
+
+    def _is_learnt_with(self, x: Tensor) -> bool:
+        """Whether gradients go through the outputs: then each is a tensor of its own, and each bias gets its own."""
+        if not torch.is_grad_enabled():
+            return False
+        return x.requires_grad or any(one.bias is not None and one.bias.requires_grad for one in self.members)
 
 
 class _Call:
@@ -220,12 +238,26 @@ def _columns(members: Sequence[QuantizedLinear]) -> list[tuple[int, int]]:
     return columns
 
 
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether x is a tensor of numbers, not one that stands for many, or for its gradient, under `torch.func`."""
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _lies_at(part: Tensor, whole: Tensor, row: int) -> bool:
-    return part.data_ptr() == whole.data_ptr() + row * whole.stride(0) * whole.element_size()
+    at = whole.data_ptr() + row * whole.stride(0) * whole.element_size()
+    return part.data_ptr() == at and part.dtype == whole.dtype
 
 
 def _version(x: Tensor) -> tuple[int, int]:
-    """What changes when x is written to; writing in inference mode leaves no trace, and no owner does it."""
+    """What changes when x is written to; writing in inference mode leaves no trace, and no stock owner does it."""
     return x.data_ptr(), -1 if x.is_inference() else x._version
 
 

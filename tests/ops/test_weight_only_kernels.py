@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from rotaquant.ops import packing, reference, weight_only_kernels
-from rotaquant.ops.weight_only_kernels import product, widen
+from rotaquant.ops.weight_only_kernels import FewPlan, product, widen
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")),
@@ -59,6 +59,47 @@ def test_few_tokens_meet_packed_weights_in_groups_of_any_size(
     if size % 64 == 0 or (m == 1 and size % 8 == 0):
         bound = exact.abs() * torch.finfo(dtype).eps + 1e-5 * k**0.5
         assert ((out - exact).abs() <= bound).all()
+
+
+PLANS = [
+    FewPlan(outputs=32, bytes=64),
+    FewPlan(outputs=64, bytes=128, stages=3),
+    FewPlan(outputs=32, bytes=64, slices=2, lines=16),
+    FewPlan(outputs=16, bytes=32, slices=4, warps=2),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "groups"), [(1, 40, 256, 1), (7, 70, 328, 1), (20, 33, 512, 4), (9, 16, 384, 48), (70, 48, 192, 3)]
+)
+def test_every_plan_is_as_good(
+    m: int, n: int, k: int, groups: int, plan: FewPlan, dtype: torch.dtype, device: str
+) -> None:
+    codes, scale = operands(n, k, groups, dtype)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
+    out = product(x.to(device), packing.pack_weight(codes, 4).to(device), scale.to(device), None, plan).cpu().double()
+    exact = x.double() @ reference.dequantize_groups(codes, scale.double(), torch.float64).T
+    if k // groups < 64:
+        assert (out - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+    else:
+        assert ((out - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + 1e-5 * k**0.5).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 32])
+@pytest.mark.parametrize("m", [1, 2, 16, 33, 64])
+@pytest.mark.parametrize(("n", "k"), [(1024, 4096), (8192, 2048), (12296, 4096), (20000, 1024), (4096, 28672)])
+def test_layers_of_any_width_are_as_good(n: int, k: int, m: int, groups: int, dtype: torch.dtype) -> None:
+    codes, scale = operands(n, k, groups, dtype)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype).cuda()
+    codes, scale = codes.cuda(), scale.cuda()
+    out = product(x, packing.pack_weight(codes, 4), scale, None).double()
+    exact = x.double() @ reference.dequantize_groups(codes, scale.double(), torch.float64).T
+    assert ((out - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + 1e-5 * k**0.5).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,7 +14,7 @@ import torch
 from rotaquant import doctor
 from rotaquant.doctor import Device, examine
 from rotaquant.hadamard import factor_or_fallback
-from rotaquant.ops import dispatch, tuned_plans
+from rotaquant.ops import dispatch, rotations, tuned_plans
 from rotaquant.ops.factors import mix_factors, rotation_factors
 from rotaquant.ops.product_plans import Plan
 from rotaquant.ops.tuned_plans import TunedPlan
@@ -114,15 +114,28 @@ def widths_in(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\b\d{5}\b", text)]
 
 
+def rotates_by_kernel(width: int, capability: tuple[int, int]) -> bool:
+    factors = rotation_factors(factor_or_fallback(width))
+    assert factors is not None
+    with fake_gpu(capability) as device:
+        return rotations.has_kernel(width, torch.bfloat16, device, factors.order, factors.right)
+
+
 @pytest.mark.usefixtures("with_triton")
 def test_widths_that_are_told_to_have_no_kernel_have_none() -> None:
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
     with fake_gpu((9, 0)):
         whys = {operation.name: operation.why for operation in only_device().operations}
     section = (ROOT / "README.md").read_text().partition("## On a GPU")[2].partition("\n## ")[0]
     for told in (whys["hadamard"], whys["hadamard_quantize"], whys["silu_mul_hadamard_quantize"], section):
-        widths = [width for width in widths_in(told) if width != 32768]
+        everywhere, _, small = told.partition("99 KiB")
+        widths = [width for width in widths_in(everywhere) if width != 32768]
         assert {29568, 36864, 53248} <= set(widths)
         assert [rotation_factors(factor_or_fallback(width)) for width in widths] == [None] * len(widths)
+        widths = [int(number) for number in re.findall(r"\b\d{4,5}\b", small.partition(". A warning")[0])]
+        assert widths == [8960, 11008, 18944, 27648, 28672]
+        for capability, expected in (((9, 0), True), ((8, 6), False)):
+            assert [rotates_by_kernel(width, capability) for width in widths] == [expected] * len(widths)
     assert rotation_factors(factor_or_fallback(32768)) is not None
     assert "such as 71" in whys["head_mix"] and "71" in section
     for heads, has_kernel in ((71, False), (9, True), (64, True), (128, True)):
@@ -186,6 +199,7 @@ def test_paths_of_capabilities() -> None:
     assert list(found) == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
     assert [name for name, path in found.items() if path.measured] == ["sm_90"]
     assert "tma" not in found["sm_89"].kernels and "tma" in found["sm_90"].kernels
+    assert [path.shared_memory >> 10 for path in found.values()] == [163, 99, 99, 227, 227, 99]
 
 
 def test_versions() -> None:

@@ -80,6 +80,7 @@ def _print_paths(found: tuple[Paths, ...]) -> None:
         "tensor copy engine (TMA)": [yes(path.copy_engine) for path in found],
         "programmatic dependent launch": [yes(path.early_launch) for path in found],
         "int8 tensor cores": [path.matrix_instruction for path in found],
+        "shared memory of a program": [f"{path.shared_memory >> 10} KiB" for path in found],
         "kernels of products": [", ".join(path.kernels) for path in found],
         "state": ["measured" if path.measured else "built for, not measured" for path in found],
     }

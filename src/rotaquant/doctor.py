@@ -53,7 +53,10 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
 # Operations whose kernel depends on the shape, and whether their weights are packed two a byte.
 _PRODUCTS = {"int4_matmul": True, "int8_matmul": False}
 # What a kernel does not take, and what is done then: the same name means another number of kernels there.
-_BY_DEFINITION = "float32 models and widths that it cannot split (such as 29568, 36864, 53248) run the definition"
+_BY_DEFINITION = (
+    "float32 models and widths that it cannot split (such as 29568, 36864, 53248) run the definition; with 99 KiB of "
+    "shared memory so do widths whose factors fill it (8960, 11008, 18944, 27648, 28672)"
+)
 _LIMITS: Mapping[str, str] = {
     "hadamard": f"for 16-bit inputs; {_BY_DEFINITION}",
     "head_mix": "for 16-bit inputs; float32 models and mixes of too many heads (such as 71) run the definition",

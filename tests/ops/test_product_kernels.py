@@ -113,6 +113,7 @@ LARGE = [
 def test_the_large_problems_are_given_every_plan_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_plans, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(product_plans, "tensor_copy_engine", lambda device: True)
+    monkeypatch.setattr(product_plans, "shared_memory", lambda device: 227 * 1024)
     problems = [Problem(tokens=m, outputs=n, plane=k // 2, packed=True) for m, n, k in LARGE]
     given = {product_plans.choose(problem, torch.device("cuda"), 2) for problem in problems}
     table = {name: plan for name, plan in vars(product_plans).items() if isinstance(plan, Plan)}

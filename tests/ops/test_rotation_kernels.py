@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from rotaquant.hadamard import Factorisation, factor_or_fallback
-from rotaquant.ops import packing, reference
+from rotaquant.ops import packing, reference, rotation_kernels
 from rotaquant.ops.factors import Factors, mix_factors, rotation_factors
 from rotaquant.ops.rotation_kernels import rotate, rotate_quantize
 from rotaquant.rotation.plan import plan_head_mix
@@ -177,3 +177,12 @@ def test_strided_rows_no_rows_and_many(device: str) -> None:
     check_codes(codes, scale, reference.rotate_rows(x.double(), base(transform), 1), 4, 0.9)
     codes, scale = rotate_quantize(wide.to(device)[:0, 32:608], *args)
     assert codes.shape == (0, 2, 288) and scale.shape == (0, 1)
+
+
+def test_rows_on_their_way_fit_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, stages = torch.device("cuda"), {}
+    for kib in (227, 163, 99):
+        monkeypatch.setattr(rotation_kernels, "shared_memory", lambda device, kib=kib: kib * 1024)
+        plans = {tile: rotation_kernels.choose(tile, device) for tile in ((64, 64), (128, 64), (192, 64), (128, 128))}
+        stages[kib] = [None if plan is None else plan.stages for plan in plans.values()]
+    assert stages == {227: [2, 2, 3, 1], 163: [2, 2, 1, 1], 99: [2, 1, None, 1]}

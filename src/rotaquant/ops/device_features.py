@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 
 import torch
@@ -45,3 +46,20 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+_KIB = 1024
+# By the CUDA programming guide; what it does not know yet has at least as much as the least of these.
+_SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LEAST_SHARED_KIB = 99
+
+
+def shared_memory_of(found: tuple[int, int]) -> int:
+    """Bytes of shared memory that one program may have on devices of a compute capability."""
+    return _SHARED_KIB.get(found, _LEAST_SHARED_KIB) * _KIB
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; more than any takes in the interpreter."""
+    found = capability(device)
+    return sys.maxsize if found is None else shared_memory_of(found)

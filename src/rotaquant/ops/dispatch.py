@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from rotaquant.ops.device_features import shared_memory_of
 from rotaquant.ops.product_plans import Kernel, Plan, Problem
 
 Capability = tuple[int, int]
@@ -46,12 +47,16 @@ def architecture_name(capability: Capability) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """What a compute capability offers to the kernels, and whether they were measured on it."""
+    """What a compute capability offers to the kernels, and whether they were measured on it.
+
+    `shared_memory` is what one program may have, in bytes.
+    """
 
     capability: Capability
     copy_engine: bool
     early_launch: bool
     matrix_instruction: str
+    shared_memory: int
     kernels: tuple[Kernel, ...]
     measured: bool
 
@@ -65,6 +70,7 @@ def paths(capability: Capability) -> Paths:
         copy_engine=has_copy_engine(capability),
         early_launch=launches_early(capability),
         matrix_instruction=matrix_instruction(capability),
+        shared_memory=shared_memory_of(capability),
         kernels=tuple(kernel for kernel in kernels if _refused_by_kernel(kernel, few, capability) is None),
         measured=capability in MEASURED,
     )

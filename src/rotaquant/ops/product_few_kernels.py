@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rotaquant.ops.product_units import even_codes, fetch_ahead, odd_codes, scaled, whole_codes
+from rotaquant.ops.product_units import even_codes, odd_codes, scaled, whole_codes
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def product_sliced(
     rk = tl.arange(0, SLICES)[:, None] * BK + tl.arange(0, BK)[None, :]
     planes: tl.constexpr = 2 if PACKED else 1
     if PDL:
-        fetch_ahead(w, pn, N, H, BN, LINES)
+        _fetch_ahead(w, pn, N, H, BN, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     wp = w + (rn % N).to(tl.int64)[None, :, None] * H + rk[:, None, :]
@@ -72,3 +72,15 @@ def product_sliced(
         total += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
     op = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
     tl.store(op, total.to(out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+
+
+@triton.jit
+def _fetch_ahead(w, pn, N, H, BN: tl.constexpr, LINES: tl.constexpr):
+    """Ask for the first lines of a program's weights while its predecessor still runs; weights are nobody's output."""
+    if LINES > 0:
+        start = (pn * BN).to(tl.int64) * H
+        offset = start + tl.arange(0, LINES) * 128
+        offset = tl.minimum(offset, tl.cast(N, tl.int64) * H - 1)
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [w + offset], dtype=tl.int32, is_pure=False, pack=1
+        )

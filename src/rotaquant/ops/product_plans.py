@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from rotaquant.ops.device_features import multiprocessors, tensor_copy_engine
+from rotaquant.ops.device_features import multiprocessors, shared_memory, tensor_copy_engine
 
 Kernel = Literal["tma", "tile", "sliced", "dot"]
 
@@ -64,6 +64,7 @@ _LARGEST = 1 << 29  # outputs of a product from which tiles of 256 tokens pay
 MOST_SINGLE = 2  # tokens that a kernel for one of them takes one after another
 _LONGEST_STEP = 16384  # bytes of a row of weights that a single token's kernel holds at once
 _LONGEST_QUANTIZED = 4096  # ... up to which it quantizes the token itself
+_LARGE_TILE = 213 * 1024  # bytes of shared memory that the tiles of 256 tokens take
 _LONG = 12288  # bytes of a row of weights from which splitting K in four pays
 
 
@@ -72,6 +73,7 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
     if problem.groups > 1:
         return _grouped(problem)
     wide = problem.outputs >= 64 * 2 * multiprocessors(device)
+    roomy = shared_memory(device) >= _LARGE_TILE
     if problem.tokens <= MOST_SINGLE:
         return _single(problem.plane)
     if problem.tokens <= 16:
@@ -84,18 +86,18 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
         if problem.tokens <= 64:
             return _SOME_WIDE if wide else _SOME_NARROW
         if problem.tokens <= 512:
-            return _more(problem, multiprocessors(device))
+            return _more(problem, multiprocessors(device), roomy)
         # The larger tile reads less and fills a device worse: it wins on the very largest products alone.
-        return _MANY_WIDE if problem.outputs * problem.tokens >= _LARGEST else _MANY
+        return _MANY_WIDE if roomy and problem.outputs * problem.tokens >= _LARGEST else _MANY
     tokens = next(size for size in (32, 64, 128) if problem.tokens <= size or size == 128)
     return Plan(kernel="tile", outputs=64, tokens=tokens, bytes=128 if tokens < 128 else 64, warps=4, stages=4)
 
 
-def _more(problem: Problem, multiprocessors: int) -> Plan:
+def _more(problem: Problem, multiprocessors: int, roomy: bool) -> Plan:
     if problem.outputs >= 72 * multiprocessors:
         return _MORE_WIDE
     # Half a tile of tokens is too much to compute for nothing.
-    medium = problem.outputs >= 36 * multiprocessors and problem.tokens > 128
+    medium = roomy and problem.outputs >= 36 * multiprocessors and problem.tokens > 128
     return _MORE_MEDIUM if medium else _MORE_NARROW
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of products share: packed codes as signed bytes, sums as scaled values, weights asked for early."""
+"""What the kernels of products share: packed codes as signed bytes, and sums as scaled values."""
 
 from __future__ import annotations
 
@@ -47,15 +47,3 @@ def scaled(acc, token_scale, weight_scale, PACKED: tl.constexpr):
     if PACKED:
         acc = acc >> 4
     return (acc.to(tl.float32) * token_scale) * weight_scale
-
-
-@triton.jit
-def fetch_ahead(w, pn, N, H, BN: tl.constexpr, LINES: tl.constexpr):
-    """Ask for the first lines of a program's weights while its predecessor still runs; weights are nobody's output."""
-    if LINES > 0:
-        start = (pn * BN).to(tl.int64) * H
-        offset = start + tl.arange(0, LINES) * 128
-        offset = tl.minimum(offset, tl.cast(N, tl.int64) * H - 1)
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [w + offset], dtype=tl.int32, is_pure=False, pack=1
-        )

@@ -11,7 +11,7 @@ planes of even and odd columns, the columns of `right` are laid out so that a th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,7 +20,12 @@ from torch import Tensor
 
 from rotaquant.errors import RotaquantError
 from rotaquant.ops import packing
-from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch
+from rotaquant.ops.device_features import (
+    inline_assembly,
+    multiprocessors,
+    programmatic_launch,
+    shared_memory,
+)
 from rotaquant.ops.factors import LARGEST_TILE, left_parts
 from rotaquant.ops.quantize_units import (
     by_words,
@@ -71,7 +76,8 @@ def _rounded_product(first, second, up, kind: tl.constexpr):
     """Words of two values: `first` and `second` rounded to 16 bits times those in `up`, rounded again."""
     if kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $2, $1; mul.rn.bf16x2 $0, t, $3; }",
+            # Multiplied and minus zero added: sm_80 has no product alone.
+            "{ .reg .b32 t, z; mov.b32 z, 0x80008000; cvt.rn.bf16x2.f32 t, $2, $1; fma.rn.bf16x2 $0, t, $3, z; }",
             "=r,f,f,r", [first, second, up], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -271,14 +277,17 @@ def _rotate(
                 tl.store(target + a * rest + c, (y1 * norm).to(out.dtype.element_ty), mask=(a < A) & (c < rest))
 
 
-def supports(columns: int, dtype: torch.dtype, order: int, right: Tensor | None) -> bool:
-    """Whether the kernels apply this rotation to rows of `columns`."""
+def supports(columns: int, dtype: torch.dtype, order: int, right: Tensor | None, device: torch.device) -> bool:
+    """Whether the kernels apply this rotation to rows of `columns` on a device."""
     if dtype not in {torch.bfloat16, torch.float16} or columns % 8 or columns % order:
         return False
     rest = columns // order
     butterflies, tile = _right_shape(rest, right)
     whole = right is None or butterflies * right.shape[0] == rest
-    return whole and butterflies in {1, 2, 4} and sum(left_parts(order)) * butterflies * tile <= LARGEST_TILE
+    left = sum(left_parts(order))
+    if not whole or butterflies not in {1, 2, 4} or left * butterflies * tile > LARGEST_TILE:
+        return False
+    return choose((left, butterflies * tile), device) is not None
 
 
 def _right_shape(rest: int, right: Tensor | None) -> tuple[int, int]:
@@ -298,9 +307,23 @@ class RotationPlan:
     registers: int | None = None
 
 
-def choose(tile: tuple[int, int]) -> RotationPlan:
-    """The plan for rows that are tiles of that padded shape; measured on an H200."""
-    values = tile[0] * tile[1]
+def choose(tile: tuple[int, int], device: torch.device) -> RotationPlan | None:
+    """The plan for rows that are tiles of that padded shape, measured on an H200; `None` where the device has no room.
+
+    Where there is less room than on that device, fewer rows are on their way at once.
+    """
+    plan, room = _standard(tile[0] * tile[1]), shared_memory(device)
+    stages = next((count for count in range(plan.stages, 0, -1) if _shared_bytes(tile, count) <= room), None)
+    return None if stages is None else replace(plan, stages=stages)
+
+
+def _shared_bytes(tile: tuple[int, int], stages: int) -> int:
+    """No less than what a program takes: `left`, a row to multiply, rows of two inputs on their way, and exchanges."""
+    rows, columns = tile
+    return 2 * rows * rows + 2 * rows * columns * (2 * stages - 1) + 32768
+
+
+def _standard(values: int) -> RotationPlan:
     if values <= 8192:
         return RotationPlan(warps=4, stages=2, resident=4, registers=128)
     if values <= 12288:
@@ -357,7 +380,7 @@ def _launch(
 ) -> None:
     rows, columns = x.shape
     left, order, right, norm = rotation
-    if not supports(columns, x.dtype, order, right):
+    if not supports(columns, x.dtype, order, right, x.device):
         raise RotaquantError(f"no kernel rotates rows of {columns} in {x.dtype} by a matrix of order {order}")
     if rows == 0:
         return
@@ -370,7 +393,8 @@ def _launch(
     planar = scales is not None and out.shape[1] == 2
     whole = right is not None and right.shape[0] == tile
     words = asm and rest % 2 == 0 and by_words(x, other)
-    plan = plan or choose((left.shape[0], butterflies * tile))
+    plan = plan or choose((left.shape[0], butterflies * tile), x.device)
+    assert plan is not None
     programs = min(rows, multiprocessors(x.device) * plan.resident) if asm else rows
     below = bits > 0 and reaches_below(bits, clip_ratio)
     _rotate[(programs,)](

@@ -140,12 +140,17 @@ def _gated_rotate_quantize_fake(
 # --- the definitions, and the kernels ---------------------------------------------------------------------------
 
 
-def _by_kernel(x: Tensor, order: int, right: Tensor | None) -> bool:
-    if not x.is_cuda:
+def has_kernel(columns: int, dtype: torch.dtype, device: torch.device, order: int, right: Tensor | None) -> bool:
+    """Whether a rotation of rows of `columns` by these factors runs on a kernel there, and not by its definition."""
+    if device.type != "cuda":
         return False
     from rotaquant.ops import rotation_kernels
 
-    return rotation_kernels.supports(x.shape[1], x.dtype, order, right)
+    return rotation_kernels.supports(columns, dtype, order, right, device)
+
+
+def _by_kernel(x: Tensor, order: int, right: Tensor | None) -> bool:
+    return has_kernel(x.shape[1], x.dtype, x.device, order, right)
 
 
 def _rotate(x: Tensor, left: Tensor, order: int, right: Tensor | None, norm: float, dtype: torch.dtype) -> Tensor:

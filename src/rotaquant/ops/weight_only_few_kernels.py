@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rotaquant.ops.product_units import fetch_ahead
-
 
 @triton.jit
 def to_planes(
@@ -100,21 +98,19 @@ def product_tile(
     w, planes, out, scale, bias, N, M, H, groups, size,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     GROUPED: tl.constexpr, FINE: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs by a program; a step lies within one group of `size` bytes, or (FINE) takes several."""
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     rk = tl.arange(0, BK)
     if PDL:
-        fetch_ahead(w, tl.program_id(0), N, H, BN, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kind: tl.constexpr = planes.dtype.element_ty
-    # Rows beyond the end read others twice; they are not stored.
+    # Outputs beyond the end read the weights of others, and tokens beyond it what lies there; neither is stored.
     row = (rn % N).to(tl.int64)
     wp = w + row[:, None] * H + rk[None, :]
-    xp = planes + (rm % M).to(tl.int64)[None, :] * (2 * H) + rk[:, None]
+    xp = planes + rm.to(tl.int64)[None, :] * (2 * H) + rk[:, None]
     total = tl.zeros((BN, BM), tl.float32)
     for k in tl.range(0, H, BK, num_stages=STAGES):
         if EVEN:
@@ -153,20 +149,18 @@ def product_sliced(
     w, planes, out, scale, bias, N, M, H, groups, size,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs by a program, slices of K along a batch dimension: so a narrow layer occupies all warps."""
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     rk = tl.arange(0, SLICES)[:, None] * BK + tl.arange(0, BK)[None, :]
     if PDL:
-        fetch_ahead(w, tl.program_id(0), N, H, BN, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kind: tl.constexpr = planes.dtype.element_ty
     row = (rn % N).to(tl.int64)
     wp = w + row[None, :, None] * H + rk[:, None, :]
-    xp = planes + (rm % M).to(tl.int64)[None, None, :] * (2 * H) + rk[:, :, None]
+    xp = planes + rm.to(tl.int64)[None, None, :] * (2 * H) + rk[:, :, None]
     total = tl.zeros((SLICES, BN, BM), tl.float32)
     for k in tl.range(0, H, BK * SLICES, num_stages=STAGES):
         if EVEN:

@@ -14,13 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from rotaquant.ops import weight_only_few_kernels as few_kernels
-from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch
+from rotaquant.ops.device_features import (
+    inline_assembly,
+    multiprocessors,
+    programmatic_launch,
+    shared_memory,
+)
 from rotaquant.ops.quantize_units import by_words
 from rotaquant.ops.weight_only_single_kernels import product_single
 
 FEW_TOKENS = 64
 _STEPS = 256, 128, 64, 32  # bytes of weights that lie within a group
 _STEP_OF_GROUPS = 64  # ... where groups are finer
+_LARGE_TILE = 145 * 1024  # bytes of shared memory that tiles of 64 tokens take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,12 @@ class FewPlan:
     slices: int = 1
     warps: int = 4
     stages: int = 4
-    lines: int = 0
+
+
+FEW = FewPlan(outputs=32, bytes=128, warps=2)
+WIDE = FewPlan(outputs=64, bytes=128, stages=3)
+SLICED = FewPlan(outputs=32, bytes=64, slices=4, stages=3)
+SLICED_NARROW = FewPlan(outputs=16, bytes=64, slices=4, stages=3)
 
 
 @triton.jit
@@ -83,7 +94,14 @@ def product(
     if tokens == 1 and plan is None and (groups == 1 or size % 8 == 0):
         _launch_single(x, operands, out, size, bias is not None)
     else:
-        _launch_few(x, operands, out, size, bias is not None, plan or choose(tokens, outputs, x.device))
+        _launch_few(
+            x,
+            operands,
+            out,
+            size,
+            bias is not None,
+            plan or choose(tokens, outputs, weight_packed.shape[1] * 4, x.device),
+        )
     return out
 
 
@@ -103,23 +121,28 @@ def _launch_single(x: Tensor, weight: _Weight, out: Tensor, size: int, biased: b
     )  # fmt: skip
 
 
-def choose(tokens: int, outputs: int, device: torch.device) -> FewPlan:
-    """The plan of a problem that is not given one."""
-    if outputs < 62 * multiprocessors(device):
-        return FewPlan(outputs=32, bytes=128)
-    return FewPlan(outputs=64, bytes=128, stages=3)
+def choose(tokens: int, outputs: int, half: int, device: torch.device) -> FewPlan:
+    """The plan for rows of weights of `half` bytes, by how many programs of its outputs a device runs at once."""
+    units = multiprocessors(device)
+    if tokens <= 16:
+        return SLICED_NARROW if outputs <= 80 * units else FEW
+    if tokens <= 32:
+        return SLICED if outputs <= 80 * units and half >= 4096 else WIDE
+    return SLICED if outputs <= 32 * units else FEW if outputs <= 64 * units else WIDE
 
 
 def _launch_few(x: Tensor, weight: _Weight, out: Tensor, size: int, biased: bool, plan: FewPlan) -> None:
     w, scale, bias = weight
     tokens, (outputs, groups), half = len(x), scale.shape, w.shape[1] * 4
     pdl = programmatic_launch(x.device)
-    planes = x.new_empty(tokens, 2, half)
+    # Two tiles of 32 tokens where the shared memory is too small for one of 64.
+    most = 64 if shared_memory(x.device) >= _LARGE_TILE else 32
+    tile = min(max(triton.next_power_of_2(tokens), 16), most)
+    planes = x.new_empty(-(-tokens // tile) * tile, 2, half)
     few_kernels.to_planes[(tokens, triton.cdiv(half, 1024))](
         x, planes, x.shape[1], half, x.stride(0), x.stride(1), x.stride(1) == 1 and by_words(x), 1024, pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    tile = min(max(triton.next_power_of_2(tokens), 16), 64)
     grid = triton.cdiv(outputs, plan.outputs), triton.cdiv(tokens, tile)
     operands = w.view(torch.uint8), planes, out, scale, bias, outputs, tokens, half, groups, size // 2
     # A step lies within one group; where groups are finer than any, it takes several.
@@ -128,11 +151,11 @@ def _launch_few(x: Tensor, weight: _Weight, out: Tensor, size: int, biased: bool
     if plan.slices > 1 and step is not None:
         few_kernels.product_sliced[grid](
             *operands, plan.outputs, tile, step, plan.slices, plan.stages, half % (step * plan.slices) == 0,
-            groups > 1, biased, asm, pdl, plan.lines, num_warps=plan.warps, launch_pdl=pdl,
+            groups > 1, biased, asm, pdl, num_warps=plan.warps, launch_pdl=pdl,
         )  # fmt: skip
     else:
         fine, step = step is None, step or _STEP_OF_GROUPS
         few_kernels.product_tile[grid](
             *operands, plan.outputs, tile, step, plan.stages, half % step == 0,
-            groups > 1, fine, biased, asm, pdl, plan.lines, num_warps=plan.warps, launch_pdl=pdl,
+            groups > 1, fine, biased, asm, pdl, num_warps=plan.warps, launch_pdl=pdl,
         )  # fmt: skip

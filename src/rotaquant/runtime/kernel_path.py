@@ -17,6 +17,7 @@ from rotaquant import ops
 from rotaquant.hadamard import Factorisation
 from rotaquant.ops.factors import Factors, mix_factors, rotation_factors
 from rotaquant.ops.library import triton_missing
+from rotaquant.ops.rotations import has_kernel
 from rotaquant.recipe import IntFormat
 from rotaquant.rotation.plan import HeadMix
 from rotaquant.runtime.layout import LinearLayout
@@ -81,12 +82,16 @@ def factors_on(
             factors = mix_factors(transform.matrix(), transform.shards, columns)
         else:
             factors = rotation_factors(transform)
-        _tell_what_is_slow(transform, factors, device, dtype)
+        _tell_what_is_slow(transform, factors, columns, device, dtype)
         return None if factors is None else factors.to(device, dtype)
 
 
 def _tell_what_is_slow(
-    transform: Factorisation | HeadMix, factors: Factors | None, device: torch.device, dtype: torch.dtype
+    transform: Factorisation | HeadMix,
+    factors: Factors | None,
+    columns: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     """Say it where an online rotation has no kernel on a device that has kernels; asked once for each."""
     if not device_has_kernels(device):
@@ -95,6 +100,11 @@ def _tell_what_is_slow(
         logger.warning("no kernel applies this rotation, which runs by its definition: %s", transform.describe())
     elif dtype.itemsize > 2:
         logger.warning("rotations of %s run by their definition; kernels take a model in bfloat16 or float16", dtype)
+    elif device.type == "cuda" and not has_kernel(columns, dtype, device, factors.order, factors.right):
+        logger.warning(
+            "the kernel of this rotation wants more shared memory than this device has; it runs by its definition: %s",
+            transform.describe(),
+        )
 
 
 def rotate(x: Tensor, factors: Factors) -> Tensor:

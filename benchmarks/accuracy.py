@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ import torch
 import transformers
 
 import rotaquant
+from provenance import commit
 from rotaquant.checkpoint import is_quantized_folder
 from rotaquant.data import Calibration
 from rotaquant.evaluate import evaluate
@@ -68,14 +67,12 @@ def measure(arguments: argparse.Namespace, recipe: str, seed: int) -> dict[str, 
 def environment(device: str) -> dict[str, str]:
     """What the figures were measured on."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    commit = asked.stdout.strip() if asked.returncode == 0 else "unknown"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()})",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "commit": os.environ.get("COMMIT") or commit,
+        "commit": commit(),
     }
 
 

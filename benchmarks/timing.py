@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from provenance import commit
+
 ROOT = Path(__file__).resolve().parents[1]
 
 Call = Callable[[], Any]
@@ -144,7 +146,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": os.environ.get("COMMIT") or _commit(),
+        "commit": commit(),
         "plans": _plans(),
     }
 
@@ -155,14 +157,6 @@ def _plans() -> str:
 
     kind = tuned_plans.device_kind(device())
     return "tuned here" if kind is not None and kind.file.exists() else "built in"
-
-
-def _commit() -> str:
-    try:
-        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    except FileNotFoundError:
-        return "unknown"
-    return asked.stdout.strip() if asked.returncode == 0 else "unknown"
 
 
 def require_green() -> None:

@@ -101,18 +101,18 @@ def test_the_layers_are_given_every_plan_of_the_table(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("groups", [1, 32])
+@pytest.mark.parametrize("size", [None, 128])
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize(("n", "k"), LAYERS)
-def test_layers_of_any_width_are_as_good(n: int, k: int, m: int, groups: int, dtype: torch.dtype) -> None:
-    codes, scale = operands(n, k, groups, dtype)
+def test_layers_of_any_width_are_as_good(n: int, k: int, m: int, size: int | None, dtype: torch.dtype) -> None:
+    codes, scale = operands(n, k, k // (size or k), dtype)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype).cuda()
     codes, scale = codes.cuda(), scale.cuda()
     out = product(x, packing.pack_weight(codes, 4), scale, None).double()
     weight = reference.dequantize_groups(codes, scale.double(), torch.float64)
     exact, magnitude = x.double() @ weight.T, x.abs().double() @ weight.abs().T
     # Matrix units cut off what they add: in a long row a few units in the last place of all that was added.
-    assert ((out - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + 2**-20 * magnitude).all()
+    assert ((out - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + 2**-19 * magnitude).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,23 +13,26 @@ import triton.language as tl
 
 @triton.jit
 def to_planes(
-    x, planes, columns, H, row_stride, column_stride, WORDS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr
+    x, planes, M, columns, H, row_stride, column_stride, WORDS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Rows of tokens as planes, zeros where the bytes of a row of weights are padding; WORDS: two columns a load."""
+    """Rows of tokens as planes, zeros beyond their columns and beyond M; WORDS: two columns a load."""
     m = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BK + tl.arange(0, BK)
     kind: tl.constexpr = x.dtype.element_ty
+    length = tl.where(m < M, columns, 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if WORDS:
-        words = tl.load((x + m * row_stride).to(tl.pointer_type(tl.int32)) + j, mask=2 * j < columns, other=0)
+        words = tl.load(
+            (x + m * row_stride).to(tl.pointer_type(tl.int32)) + j, mask=2 * j < length, other=0
+        )
         even = words.to(tl.int16).to(kind, bitcast=True)
         odd = (words >> 16).to(tl.int16).to(kind, bitcast=True)
     else:
         start = x + m * row_stride + (2 * j).to(tl.int64) * column_stride
-        even = tl.load(start, mask=2 * j < columns, other=0.0)
-        odd = tl.load(start + column_stride, mask=2 * j + 1 < columns, other=0.0)
+        even = tl.load(start, mask=2 * j < length, other=0.0)
+        odd = tl.load(start + column_stride, mask=2 * j + 1 < length, other=0.0)
     target = planes + m * (2 * H) + j
     tl.store(target, even, mask=j < H)
     tl.store(target + H, odd, mask=j < H)
@@ -107,7 +110,7 @@ def product_tile(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kind: tl.constexpr = planes.dtype.element_ty
-    # Outputs beyond the end read the weights of others, and tokens beyond it what lies there; neither is stored.
+    # Outputs beyond the end read the weights of others, tokens beyond it are zeros; neither is stored.
     row = (rn % N).to(tl.int64)
     wp = w + row[:, None] * H + rk[None, :]
     xp = planes + rm.to(tl.int64)[None, :] * (2 * H) + rk[:, None]

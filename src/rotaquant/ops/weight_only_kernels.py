@@ -139,8 +139,8 @@ def _launch_few(x: Tensor, weight: _Weight, out: Tensor, size: int, biased: bool
     most = 64 if shared_memory(x.device) >= _LARGE_TILE else 32
     tile = min(max(triton.next_power_of_2(tokens), 16), most)
     planes = x.new_empty(-(-tokens // tile) * tile, 2, half)
-    few_kernels.to_planes[(tokens, triton.cdiv(half, 1024))](
-        x, planes, x.shape[1], half, x.stride(0), x.stride(1), x.stride(1) == 1 and by_words(x), 1024, pdl,
+    few_kernels.to_planes[(len(planes), triton.cdiv(half, 1024))](
+        x, planes, tokens, x.shape[1], half, x.stride(0), x.stride(1), x.stride(1) == 1 and by_words(x), 1024, pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     grid = triton.cdiv(outputs, plan.outputs), triton.cdiv(tokens, tile)

@@ -24,9 +24,7 @@ def to_planes(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if WORDS:
-        words = tl.load(
-            (x + m * row_stride).to(tl.pointer_type(tl.int32)) + j, mask=2 * j < length, other=0
-        )
+        words = tl.load((x + m * row_stride).to(tl.pointer_type(tl.int32)) + j, mask=2 * j < length, other=0)
         even = words.to(tl.int16).to(kind, bitcast=True)
         odd = (words >> 16).to(tl.int16).to(kind, bitcast=True)
     else:

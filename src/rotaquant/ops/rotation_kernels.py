@@ -20,12 +20,7 @@ from torch import Tensor
 
 from rotaquant.errors import RotaquantError
 from rotaquant.ops import packing
-from rotaquant.ops.device_features import (
-    inline_assembly,
-    multiprocessors,
-    programmatic_launch,
-    shared_memory,
-)
+from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch, shared_memory
 from rotaquant.ops.factors import LARGEST_TILE, left_parts
 from rotaquant.ops.quantize_units import (
     by_words,

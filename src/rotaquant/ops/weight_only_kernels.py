@@ -14,12 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rotaquant.ops import weight_only_few_kernels as few_kernels
-from rotaquant.ops.device_features import (
-    inline_assembly,
-    multiprocessors,
-    programmatic_launch,
-    shared_memory,
-)
+from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch, shared_memory
 from rotaquant.ops.quantize_units import by_words
 from rotaquant.ops.weight_only_single_kernels import product_single
 
@@ -93,15 +88,9 @@ def product(
     operands = weight_packed, weight_scale, out if bias is None else bias
     if tokens == 1 and plan is None and (groups == 1 or size % 8 == 0):
         _launch_single(x, operands, out, size, bias is not None)
-    else:
-        _launch_few(
-            x,
-            operands,
-            out,
-            size,
-            bias is not None,
-            plan or choose(tokens, outputs, weight_packed.shape[1] * 4, x.device),
-        )
+        return out
+    plan = plan or choose(tokens, outputs, weight_packed.shape[1] * 4, x.device)
+    _launch_few(x, operands, out, size, bias is not None, plan)
     return out
 
 

@@ -133,9 +133,12 @@ def test_widths_that_are_told_to_have_no_kernel_have_none() -> None:
         assert {29568, 36864, 53248} <= set(widths)
         assert [rotation_factors(factor_or_fallback(width)) for width in widths] == [None] * len(widths)
         widths = [int(number) for number in re.findall(r"\b\d{4,5}\b", small.partition(". A warning")[0])]
-        assert widths == [8960, 11008, 18944, 27648, 28672]
+        narrow = [width for width in widths if width != 16384]
+        assert narrow == [8960, 11008, 14592] and len(widths) == 4
+        wide = [17408, 17920, 18944, 20480, 21504, 22016, 24576, 25600, 27648, 28672, 32768]
         for capability, expected in (((9, 0), True), ((8, 6), False)):
-            assert [rotates_by_kernel(width, capability) for width in widths] == [expected] * len(widths)
+            assert [rotates_by_kernel(width, capability) for width in narrow + wide] == [expected] * 14
+        assert all(rotates_by_kernel(width, (8, 6)) for width in (4096, 9728, 12288, 13824, 14336, 15360, 16384))
     assert rotation_factors(factor_or_fallback(32768)) is not None
     assert "such as 71" in whys["head_mix"] and "71" in section
     for heads, has_kernel in ((71, False), (9, True), (64, True), (128, True)):

@@ -55,7 +55,7 @@ _PRODUCTS = {"int4_matmul": True, "int8_matmul": False}
 # What a kernel does not take, and what is done then: the same name means another number of kernels there.
 _BY_DEFINITION = (
     "float32 models and widths that it cannot split (such as 29568, 36864, 53248) run the definition; with 99 KiB of "
-    "shared memory so do widths whose factors fill it (8960, 11008, 18944, 27648, 28672)"
+    "shared memory so do most above 16384 and some below (8960, 11008, 14592)"
 )
 _LIMITS: Mapping[str, str] = {
     "hadamard": f"for 16-bit inputs; {_BY_DEFINITION}",

@@ -92,7 +92,7 @@ def _quantizers() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _rotations() -> Iterator[tuple[str, Callable[[], object]]]:
-    widths = 576, 1536, 4096, 4864, 8960, 11008, 13696, 14336, 18944, 27648, 28672
+    widths = 576, 1536, 4096, 4864, 8960, 11008, 13696, 14336, 17920, 18944, 25600, 27648, 28672
     found = {str(width): (width, rotation_factors(factor_or_fallback(width))) for width in widths}
     for heads, size in ((9, 64), (32, 128), (40, 128), (64, 128)):
         mix = plan_head_mix(heads, factor_or_fallback(size))

@@ -24,7 +24,7 @@ KERNELS = {"_product_tile", "product_sliced", "product_single", "_quantize_rows"
 KERNELS |= {"product_tile", "to_planes", "_widen"}
 # Rows that want more than the 99 KiB of these devices.
 SMALL = {(8, 6), (8, 9), (12, 0)}
-WIDE_ROTATIONS = {"8960", "11008", "18944", "27648", "28672"}
+WIDE_ROTATIONS = {"8960", "11008", "17920", "18944", "25600", "27648", "28672"}
 
 Lines = list[dict[str, Any]]
 

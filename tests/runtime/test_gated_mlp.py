@@ -242,6 +242,14 @@ class TestModule:
         mlp.act_fn = nn.ReLU()
         self._falls_back(mlp, x)
 
+    def test_another_formula_of_the_same_class_is_obeyed(self, mlp: Any) -> None:
+        mlp.act_fn = nn.GELU()
+        mlp.__class__ = type(mlp).__mro__[2]
+        part = Mlp(inputs=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj", width=192)
+        gate_on_kernels(nn.ModuleDict({"mlp": mlp}), SimpleNamespace(mlps=(part,)))  # type: ignore[arg-type]
+        mlp.act_fn = nn.GELU(approximate="tanh").train(mlp.training)
+        self._falls_back(mlp, hidden())
+
     def test_hooks_on_every_module_are_obeyed(self, mlp: Any) -> None:
         changed = nn.modules.module.register_module_forward_hook(
             lambda module, args, output: output + 1 if isinstance(module, type(mlp.act_fn)) else None
@@ -278,21 +286,35 @@ class TestModule:
             owner(hidden())
             assert not calls["gated_hadamard_quantize"]
 
-    @pytest.mark.parametrize("kind", ["output", "residual", "input", "between", "by dimensions"])
+    @pytest.mark.parametrize(
+        "kind",
+        ["output", "data", "residual", "input", "between", "by dimensions", "by token", "over tokens", "counter"],
+    )
     def test_what_else_a_module_does_is_kept(self, mlp: Any, kind: str) -> None:
         class Doing(nn.Module):
             def __init__(self, part: Any) -> None:
                 super().__init__()
                 self.gate, self.up, self.down = part.gate_proj, part.up_proj, part.down_proj
+                self.register_buffer("calls", torch.zeros(()))
 
             def forward(self, x: Tensor) -> Tensor:
+                if kind == "counter":
+                    self.calls += 1
                 if kind == "input":
                     x.mul_(0.5)
                 gate = self.gate(x)
                 if kind == "between":
                     x.mul_(0.5)
                 gated = functional.silu(gate) * self.up(x)
-                output = self.down(gated / 2 if kind == "by dimensions" and x.dim() == 3 else gated)
+                if kind == "by dimensions" and x.dim() == 3:
+                    gated = gated / 2
+                if kind == "by token":
+                    gated = gated * x.float().square().mean(-1, keepdim=True).sqrt().to(x.dtype)
+                if kind == "over tokens":
+                    gated = gated.cumsum(0)
+                output = self.down(gated)
+                if kind == "data":
+                    output.data.mul_(0.5)
                 if kind == "output":
                     output.mul_(0.5)
                 if kind == "residual":
@@ -303,6 +325,7 @@ class TestModule:
         part = Mlp(inputs=("mlp.gate", "mlp.up"), down="mlp.down", width=192)
         with torch.inference_mode():
             gate_on_kernels(nn.ModuleDict({"mlp": owner}), SimpleNamespace(mlps=(part,)))  # type: ignore[arg-type]
+        assert owner.calls == 0
         expected = owner(hidden())
         with on_kernels() as calls:
             output = owner(hidden())

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -151,6 +152,16 @@ class TestOneProduct:
         with on_kernels():
             assert all_equal(linears(x), each_alone(linears, x))
 
+    def test_outputs_that_adapters_add_to_are_tensors_of_their_own(self) -> None:
+        """As in the first block, whose input has no gradient."""
+        linears, adapters = trio(), [nn.Parameter(torch.zeros(outputs).bfloat16()) for outputs in OUTPUTS]
+        with on_kernels(), torch.enable_grad():
+            outputs = linears(rows())
+            for output, adapter in zip(outputs, adapters, strict=True):
+                output += adapter
+            sum(output.float().square().sum() for output in outputs).backward()  # type: ignore[union-attr]
+        assert all(adapter.grad is not None and adapter.grad.abs().max() > 1 for adapter in adapters)
+
     def test_outputs_that_are_learnt_with_can_be_written_to(self) -> None:
         linears, x = trio(bits=(4, None)), rows().requires_grad_()
         with on_kernels(), torch.enable_grad():
@@ -270,6 +281,40 @@ class TestResults:
             outputs = linears(x, between=write)
             for index, output in enumerate(outputs):
                 assert torch.equal(output, seen[index][index])
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_an_input_of_another_shape_is_another_one(self, mode: Any) -> None:
+        linears = trio()
+        with on_kernels(), mode():
+            x = rows().clone()
+            outputs = linears(x, between=lambda: x.unsqueeze_(0))
+            assert [output.dim() for output in outputs] == [3, 4, 5]
+            x = rows().clone()
+            outputs = linears(x, (0, 1), between=lambda: setattr(x, "data", x.data.view(10, INPUTS)))
+            assert [output.dim() for output in outputs] == [3, 2]
+
+    def test_views_that_begin_where_a_weight_does_are_others(self) -> None:
+        with on_kernels():
+            for name in ("bias", "weight_scale"):
+                linears, x = trio(), rows()
+                before = linears(x)
+                tensor = getattr(linears[1], name)
+                setattr(linears[1], name, tensor[:1].expand(tensor.shape))
+                after = linears(x)
+                assert all_equal(after, each_alone(linears, x)) and not torch.equal(after[1], before[1])
+
+    def test_an_interrupt_keeps_no_model_alive(self) -> None:
+        linears = trio()
+        gone = weakref.ref(linears[0])
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with on_kernels(), pytest.raises(KeyboardInterrupt):
+            linears(rows(), between=interrupt)
+        del linears
+        gc.collect()
+        assert gone() is None
 
     def test_weights_written_to_make_new_outputs(self) -> None:
         linears, x = trio(), rows()

@@ -98,7 +98,7 @@ def int4_matmul(
     """Scaled product with packed 4-bit weights: codes int8 `[m, 2, plane]`, int32 `[n, words]` -> `[m, n]` in `dtype`.
 
     `reference.quantized_matmul`: exact int32 sums, then float32 times token scale `[m, 1 or groups]` times weight scale
-    `[n, 1 or groups]`, plus bias `[n]`, then the cast.
+    `[n, 1 or groups]`, plus bias `[n]`, then the cast. With groups the inputs are a multiple of 8: whole words.
     """
     return torch.ops.rotaquant.int4_matmul(codes, token_scale, weight_packed, weight_scale, bias, dtype)
 

@@ -78,7 +78,7 @@ class Gating:
     inputs: tuple[str, ...]
     down: str
     activation: str
-    others: tuple[tuple[str, type], ...]
+    others: tuple[tuple[str, type, str], ...]
     training: frozenset[bool]
 
 
@@ -104,7 +104,8 @@ class GatedMlp(nn.Module):
         if torch.is_autocast_enabled(x.device.type) or has_hooks(down) or self.training not in gating.training:
             return False
         return all(isinstance(modules[name], QuantizedLinear) for name in gating.inputs) and all(
-            type(modules[name]) is kind and self._is_as_in_trial(modules[name]) for name, kind in gating.others
+            type(modules[name]) is kind and _settings(modules[name]) == settings and self._is_as_in_trial(modules[name])
+            for name, kind, settings in gating.others
         )
 
     def _is_as_in_trial(self, other: nn.Module | None) -> bool:
@@ -113,6 +114,11 @@ class GatedMlp(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time, where pickle would not find it.
         return _revive, (type(self).__mro__[2],), self.__dict__.copy()
+
+
+def _settings(module: nn.Module | None) -> str:
+    """What a module says of itself, such as which formula of GELU it is."""
+    return "" if module is None else module.extra_repr()
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -145,7 +151,9 @@ def gate_on_kernels(module: nn.Module, block: Block) -> None:
         activation = found[False] or found[True]
         if activation is not None:
             linears = {*inputs, down}
-            others = tuple((name, type(child)) for name, child in owner._modules.items() if name not in linears)
+            others = tuple(
+                (name, type(child), _settings(child)) for name, child in owner._modules.items() if name not in linears
+            )
             training = frozenset(mode for mode, name in found.items() if name == activation)
             owner.gating = Gating(inputs=inputs, down=down, activation=activation, others=others, training=training)
             owner.__class__ = _gated_class(owner.__class__)
@@ -172,19 +180,32 @@ def _run_trial(owner: nn.Module, inputs: tuple[str, ...], down: str, gate_up: Te
 
     Tensors have the three dimensions of a batch of sequences, as in a model.
     """
-    gate_up = gate_up.unsqueeze(0)
+    gate_up = gate_up.unflatten(0, (2, -1))
     given = (gate_up,) if len(inputs) == 1 else gate_up.chunk(2, dim=-1)
-    x, out = gate_up.new_ones(1, 1, 1), gate_up.new_ones(1, 1, 1)
+    # No two tokens alike, so that what a module makes of them shows.
+    x = torch.linspace(-3, 5, 3 * gate_up[..., 0].numel(), device="cpu").to(gate_up.dtype).view(*gate_up.shape[:-1], 3)
+    out = x.flip(0).clone()
+    held = x.clone(), out.clone()
     stand_ins = {name: _StandIn(part) for name, part in zip((*inputs, down), (*given, out), strict=True)}
     trial = copy.copy(owner)
-    trial._modules = {**owner._modules, **stand_ins}
+    # Copies, so that what a module writes down while it runs is not what was tried.
+    others = copy.deepcopy({name: child for name, child in owner._modules.items() if name not in stand_ins})
+    trial._modules = {**others, **stand_ins}
+    trial._buffers = copy.deepcopy(owner._buffers)
+    before = _state(trial)
     called_right = trial.forward(x) is out and all(len(one.seen) == 1 for one in stand_ins.values())
     if not called_right or any(stand_ins[name].seen[0] is not x for name in inputs):
         return None
-    # Work in place before the linears or after them is none of the gate's.
-    if x._version or out._version:
+    # Work in place before the linears or after them, or on what the module keeps, is none of the gate's.
+    if x._version or out._version or not (torch.equal(x, held[0]) and torch.equal(out, held[1])):
         return None
-    return stand_ins[down].seen[0].squeeze(0)
+    return stand_ins[down].seen[0].flatten(0, 1) if _state(trial) == before else None
+
+
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """What changes when a module writes to its buffers or takes other attributes."""
+    buffers = tuple((name, id(buffer), buffer._version) for name, buffer in module.named_buffers())
+    return buffers, tuple((name, id(value)) for name, value in vars(module).items())
 
 
 class _StandIn(nn.Module):

@@ -150,10 +150,13 @@ class SharedInput:
 
     def output_of(self, member: QuantizedLinear, x: Tensor) -> Tensor | None:
         """`member`'s output `[..., out]` for x, a view of that of all; `None` where it has to compute it alone."""
-        if torch.compiler.is_compiling() or type(x) not in (Tensor, nn.Parameter) or not _has_memory(x):
+        # What is learnt with stands for itself: outputs are written to, each with a gradient of its own.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if type(x) not in (Tensor, nn.Parameter) or not _has_memory(x):
             return None
         calls = _this_thread.calls
-        if self not in calls or self._fruitless >= _PATIENCE or not self._is_whole(member) or self._is_learnt_with(x):
+        if self not in calls or self._fruitless >= _PATIENCE or not self._is_whole(member):
             return None
         call = calls[self]
         if call is not None and call.is_open:
@@ -177,12 +180,6 @@ class SharedInput:
                 for one, layout in zip(self.members, self._layouts, strict=True)
             )
         )
-
-    def _is_learnt_with(self, x: Tensor) -> bool:
-        """Whether gradients go through the outputs: then each is a tensor of its own, and each bias gets its own."""
-        if not torch.is_grad_enabled():
-            return False
-        return x.requires_grad or any(one.bias is not None and one.bias.requires_grad for one in self.members)
 
 
 class _Call:
@@ -224,7 +221,8 @@ class _ThisThread(threading.local):
     """The owners that run in a thread, by what they share, and the latest product of each."""
 
     def __init__(self) -> None:
-        self.calls: dict[SharedInput, _Call | None] = {}
+        # After an interrupt an owner's call stays here; it must not keep a model alive.
+        self.calls: weakref.WeakKeyDictionary[SharedInput, _Call | None] = weakref.WeakKeyDictionary()
 
 
 _this_thread = _ThisThread()
@@ -253,15 +251,18 @@ def _has_memory(x: Tensor) -> bool:
 
 def _lies_at(part: Tensor, whole: Tensor, row: int) -> bool:
     at = whole.data_ptr() + row * whole.stride(0) * whole.element_size()
-    return part.data_ptr() == at and part.dtype == whole.dtype
+    return part.data_ptr() == at and part.dtype == whole.dtype and part.stride() == whole.stride()
 
 
-def _version(x: Tensor) -> tuple[int, int]:
-    """What changes when x is written to; writing in inference mode leaves no trace, and no stock owner does it."""
-    return x.data_ptr(), -1 if x.is_inference() else x._version
+def _version(x: Tensor) -> tuple[Any, ...]:
+    """What changes when x is written to or becomes another view.
+
+    Writing in inference mode leaves no trace, and no stock owner does it.
+    """
+    return x.data_ptr(), x.shape, x.stride(), -1 if x.is_inference() else x._version
 
 
 def _mode(x: Tensor) -> tuple[Any, ...]:
-    """Under what a result was computed, and may be used: the modes of autograd, and the stream."""
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    """Under what a result was computed, and may be used: inference mode, and the stream."""
+    modes = (torch.is_inference_mode_enabled(),)
     return (*modes, torch.cuda.current_stream(x.device).cuda_stream) if x.is_cuda else modes

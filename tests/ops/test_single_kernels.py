@@ -135,3 +135,14 @@ def test_operands_that_do_not_fit_are_refused(device: str) -> None:
         ops.quantize_matmul(x, 4, 1.0, None, 4, packed, scale, bias[1:])
     with pytest.raises(RotaquantError, match="bits is 9"):
         ops.quantize_matmul(x, 9, 1.0, None, 4, packed, scale, bias)
+
+
+def test_rows_that_begin_at_an_odd_value_of_their_storage_are_quantized_apart() -> None:
+    buffer = bytearray(2 * 64 + 8)
+    values = torch.frombuffer(buffer, dtype=torch.float16, offset=2, count=66)
+    # Words lie at even addresses, which are odd places of this storage.
+    x = values[1 if values.data_ptr() % 4 else 0 :][:64].view(1, 64)
+    assert x.data_ptr() % 4 == 0
+    _, packed, scale, bias = operands(1, 16, 64, 4, "cpu", torch.float16)
+    out = quantizing_product(x, packed, scale, bias, 4, 0.9, 4)
+    assert x.storage_offset() % 2 and out is None

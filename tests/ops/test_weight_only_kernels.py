@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
-from rotaquant.ops import packing, reference, weight_only_kernels
+from rotaquant.ops import packing, reference, weight_only_few_kernels, weight_only_kernels
 from rotaquant.ops.weight_only_kernels import FewPlan, choose, product, widen
 
 DEVICES = [
@@ -86,6 +88,20 @@ def test_every_plan_is_as_good(
         assert (out - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
     else:
         assert ((out - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + 1e-5 * k**0.5).all()
+
+
+@pytest.mark.parametrize(("kind", "spread"), [(torch.bfloat16, "_SPREAD_BFLOAT16"), (torch.float16, "_SPREAD_FLOAT16")])
+def test_nibbles_in_a_mantissa_are_their_values(kind: torch.dtype, spread: str) -> None:
+    """The constants of the assembly, which the interpreter does not run."""
+    text = getattr(weight_only_few_kernels, spread).value
+    found = {name: int(word, 16) & 0xFFFF for name, word in re.findall(r"mov.b32 (\w+), (0x\w+)", text)}
+    power, one, less = (
+        torch.tensor(found[name]).to(torch.uint16).view(torch.int16) for name in ("power", "one", "less")
+    )
+    codes = torch.arange(16, dtype=torch.int16)
+    values = (codes | power).view(kind) * one.view(kind) + less.view(kind)
+    unit = 2**24 if kind == torch.bfloat16 else 1
+    assert torch.equal(values.double() * unit, codes.double() - 8)
 
 
 TOKENS = [1, 2, 16, 32, 33, 64]

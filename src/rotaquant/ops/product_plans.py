@@ -64,7 +64,7 @@ _LARGEST = 1 << 29  # outputs of a product from which tiles of 256 tokens pay
 MOST_SINGLE = 2  # tokens that a kernel for one of them takes one after another
 _LONGEST_STEP = 16384  # bytes of a row of weights that a single token's kernel holds at once
 _LONGEST_QUANTIZED = 4096  # ... up to which it quantizes the token itself
-_LARGE_TILE = 213 * 1024  # bytes of shared memory that the tiles of 256 tokens take
+_LARGE_TILE = 225 * 1024  # bytes of shared memory that the largest tile of 256 tokens takes
 _LONG = 12288  # bytes of a row of weights from which splitting K in four pays
 
 

@@ -95,6 +95,18 @@ def _times(low, high, even, odd, total, ASM: tl.constexpr):
 
 
 @triton.jit
+def _store_tile(total, out, scale, bias, row, rn, rm, N, M, GROUPED: tl.constexpr, BIAS: tl.constexpr):
+    """Sums, scaled where their groups were not, plus the bias of their outputs."""
+    kind: tl.constexpr = out.dtype.element_ty
+    if not GROUPED:
+        total = total * tl.load(scale + row).to(tl.float32)[:, None] * _unit(kind)
+    if BIAS:
+        total += tl.load(bias + row).to(tl.float32)[:, None]
+    target = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
+    tl.store(target, total.to(kind), mask=(rm < M)[None, :] & (rn < N)[:, None])
+
+
+@triton.jit
 def product_tile(
     w, planes, out, scale, bias, N, M, H, groups, size,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
@@ -137,12 +149,7 @@ def product_tile(
             total = _times(low, high, even, odd, total, ASM)
         wp += BK
         xp += BK
-    if not GROUPED:
-        total = total * tl.load(scale + row).to(tl.float32)[:, None] * _unit(kind)
-    if BIAS:
-        total += tl.load(bias + row).to(tl.float32)[:, None]
-    op = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
-    tl.store(op, total.to(out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+    _store_tile(total, out, scale, bias, row, rn, rm, N, M, GROUPED, BIAS)
 
 
 @triton.jit
@@ -181,10 +188,4 @@ def product_sliced(
             total = _times(low, high, even, odd, total, ASM)
         wp += BK * SLICES
         xp += BK * SLICES
-    result = tl.sum(total, 0)
-    if not GROUPED:
-        result = result * tl.load(scale + row).to(tl.float32)[:, None] * _unit(kind)
-    if BIAS:
-        result += tl.load(bias + row).to(tl.float32)[:, None]
-    op = out + rm.to(tl.int64)[None, :] * N + rn[:, None]
-    tl.store(op, result.to(out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+    _store_tile(tl.sum(total, 0), out, scale, bias, row, rn, rm, N, M, GROUPED, BIAS)

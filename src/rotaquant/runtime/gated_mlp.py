@@ -182,7 +182,7 @@ def _run_trial(owner: nn.Module, inputs: tuple[str, ...], down: str, gate_up: Te
     """
     gate_up = gate_up.unflatten(0, (2, -1))
     given = (gate_up,) if len(inputs) == 1 else gate_up.chunk(2, dim=-1)
-    # No two tokens alike, so that what a module makes of them shows.
+    # Tokens differ from one another, so that what a module makes of them shows.
     x = torch.linspace(-3, 5, 3 * gate_up[..., 0].numel(), device="cpu").to(gate_up.dtype).view(*gate_up.shape[:-1], 3)
     out = x.flip(0).clone()
     held = x.clone(), out.clone()

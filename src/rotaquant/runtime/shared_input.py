@@ -96,7 +96,10 @@ class SharedInput:
         if any(len({tensor.dtype for tensor in part if tensor is not None}) > 1 for part in (scales, biases)):
             return None
         # What is trained stays the tensor that an optimizer holds.
-        if any(tensor is not None and (tensor.requires_grad or _is_parameter(tensor)) for tensor in scales + biases):
+        if any(
+            tensor is not None and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+            for tensor in scales + biases
+        ):
             return None
         # Tensors made in inference mode could not be written to outside it, as loading a state dict does.
         with torch.inference_mode(False), torch.no_grad():
@@ -234,10 +237,6 @@ def _columns(members: Sequence[QuantizedLinear]) -> list[tuple[int, int]]:
         columns.append((start, start + member.out_features))
         start += member.out_features
     return columns
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
 
 
 def _has_memory(x: Tensor) -> bool:

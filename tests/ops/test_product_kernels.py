@@ -56,6 +56,8 @@ PLANS = {
     "tma": Plan(kernel="tma", outputs=64, tokens=32, bytes=32, warps=4, stages=3),
     "tile": Plan(kernel="tile", outputs=64, tokens=32, bytes=32, warps=4, stages=3, band=2),
     "sliced": Plan(kernel="sliced", outputs=32, tokens=16, bytes=32, warps=4, stages=3, slices=4, lines=64),
+    "tile-of-8": Plan(kernel="tile", outputs=64, tokens=8, bytes=32, warps=2, stages=3),
+    "sliced-of-8": Plan(kernel="sliced", outputs=32, tokens=8, bytes=64, warps=2, stages=3, slices=2, lines=64),
     "dot": Plan(kernel="dot", outputs=16, tokens=1, bytes=32, warps=4, stages=1),
     "dot-whole-rows": Plan(kernel="dot", outputs=4, tokens=1, bytes=256, warps=4, stages=1, resident=2),
 }
@@ -94,6 +96,10 @@ def test_chosen_plans_are_exact_for_random_shapes(seed: int, device: str) -> Non
 LARGE = [
     (1, 4096, 28672),
     (2, 11008, 4096),
+    (3, 4096, 8192),
+    (5, 12288, 2048),
+    (8, 20000, 512),
+    (8, 8192, 28672),
     (16, 4096, 1024),
     (16, 4096, 28672),
     (16, 8448, 1024),

@@ -21,7 +21,7 @@ OUT_BYTES = 2
 
 _COPY_BYTES = 16
 _COPY_BOX = 256
-_SMALLEST_DOT = (16, 16, 32)
+_SMALLEST_DOT = (16, 8, 32)
 _MOST_TOKENS: dict[Kernel, int] = {"dot": 16, "sliced": 64}
 
 

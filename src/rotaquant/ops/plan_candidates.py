@@ -20,7 +20,7 @@ def candidates(problem: Problem, capability: Capability | None) -> tuple[Plan, .
     elif problem.tokens <= MOST_SINGLE:
         wanted = _single()
     elif problem.tokens <= 16:
-        wanted = _few()
+        wanted = _few(8 if problem.tokens <= 8 else 16)
     elif problem.tokens <= 64:
         wanted = _some(32 if problem.tokens <= 32 else 64)
     else:
@@ -46,13 +46,15 @@ def _single() -> Iterator[Plan]:
             yield Plan(kernel="dot", outputs=outputs, tokens=1, bytes=size, warps=warps, stages=1, resident=resident)
 
 
-def _few() -> Iterator[Plan]:
+def _few(tokens: int) -> Iterator[Plan]:
     for outputs in (16, 32, 64):
-        for size, slices, warps in ((128, 2, 4), (128, 4, 4), (64, 4, 4), (64, 8, 8)):
-            yield _sliced((outputs, 16, size), slices, warps)
+        for size, slices, warps in ((128, 2, 2), (128, 2, 4), (128, 4, 4), (64, 4, 4)):
+            yield _sliced((outputs, tokens, size), slices, warps)
+    yield Plan(kernel="sliced", outputs=32, tokens=tokens, bytes=256, warps=2, stages=3, slices=2, lines=2 * _LINES)
     for outputs in (64, 32, 128):
         for size, stages in ((128, 5), (128, 4), (64, 6)):
-            yield _tile((outputs, 16, size), 4, stages)
+            yield _tile((outputs, tokens, size), 4, stages)
+    yield _tile((64, tokens, 128), 2, 5)
 
 
 def _some(tokens: int) -> Iterator[Plan]:

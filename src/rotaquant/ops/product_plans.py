@@ -48,6 +48,9 @@ class Plan:
 
 
 # Measured on an H200. "Wide" and "narrow" count tiles of 64 outputs against multiprocessors.
+_EIGHT_NARROW = Plan(kernel="sliced", outputs=32, tokens=8, bytes=256, warps=2, stages=3, slices=2, lines=512)
+_EIGHT_MEDIUM = Plan(kernel="tile", outputs=64, tokens=8, bytes=128, warps=2, stages=5)
+_EIGHT_WIDE = Plan(kernel="tile", outputs=64, tokens=8, bytes=128, warps=4, stages=4)
 _FEW_NARROW = Plan(kernel="sliced", outputs=32, tokens=16, bytes=128, warps=2, stages=4, slices=2, lines=512)
 _FEW_NARROW_LONG = Plan(kernel="sliced", outputs=32, tokens=16, bytes=128, warps=4, stages=4, slices=4, lines=256)
 _FEW_MEDIUM = Plan(kernel="tile", outputs=64, tokens=16, bytes=128, warps=2, stages=5)
@@ -65,6 +68,7 @@ MOST_SINGLE = 2  # tokens that a kernel for one of them takes one after another
 _LONGEST_STEP = 16384  # bytes of a row of weights that a single token's kernel holds at once
 _LONGEST_QUANTIZED = 4096  # ... up to which it quantizes the token itself
 _LARGE_TILE = 225 * 1024  # bytes of shared memory that the largest tile of 256 tokens takes
+_SHORT = 2048  # bytes of a row of weights up to which slices of K have too few steps to overlap
 _LONG = 12288  # bytes of a row of weights from which splitting K in four pays
 
 
@@ -77,11 +81,7 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
     if problem.tokens <= MOST_SINGLE:
         return _single(problem.plane)
     if problem.tokens <= 16:
-        if wide:
-            return _FEW_WIDE
-        if problem.outputs >= 62 * multiprocessors(device) and problem.plane < _LONG:
-            return _FEW_MEDIUM
-        return _FEW_NARROW_LONG if problem.plane >= _LONG else _FEW_NARROW
+        return _few(problem, wide, problem.outputs >= 62 * multiprocessors(device))
     if _copies_by_descriptor(problem, device, out_bytes):
         if problem.tokens <= 64:
             return _SOME_WIDE if wide else _SOME_NARROW
@@ -91,6 +91,18 @@ def choose(problem: Problem, device: torch.device, out_bytes: int) -> Plan:
         return _MANY_WIDE if roomy and problem.outputs * problem.tokens >= _LARGEST else _MANY
     tokens = next(size for size in (32, 64, 128) if problem.tokens <= size or size == 128)
     return Plan(kernel="tile", outputs=64, tokens=tokens, bytes=128 if tokens < 128 else 64, warps=4, stages=4)
+
+
+def _few(problem: Problem, wide: bool, medium: bool) -> Plan:
+    if problem.tokens <= 8:
+        if wide:
+            return _EIGHT_WIDE
+        return _EIGHT_MEDIUM if medium and problem.plane <= _SHORT else _EIGHT_NARROW
+    if wide:
+        return _FEW_WIDE
+    if problem.plane >= _LONG:
+        return _FEW_NARROW_LONG
+    return _FEW_MEDIUM if medium else _FEW_NARROW
 
 
 def _more(problem: Problem, multiprocessors: int, roomy: bool) -> Plan:

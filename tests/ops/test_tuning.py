@@ -122,6 +122,14 @@ def test_candidates_are_distinct_and_admitted(tokens: int, groups: int, capabili
         assert "tile" in kernels and ("tma" in kernels) == (capability >= (9, 0))
 
 
+@pytest.mark.parametrize(("tokens", "tile"), [(3, 8), (8, 8), (9, 16), (16, 16)])
+@pytest.mark.parametrize("outputs", [512, 20000])
+def test_few_tokens_fill_the_smallest_tile_that_holds_them(tokens: int, tile: int, outputs: int) -> None:
+    each = problem(tokens, outputs=outputs)
+    plans = (choose(each, torch.device("cpu"), 2), *candidates(each, (9, 0)))
+    assert {plan.tokens for plan in plans} == {tile}
+
+
 def test_candidates_are_no_larger_than_the_problem() -> None:
     found = candidates(problem(16, outputs=32, plane=64), (9, 0))
     assert found and all(plan.outputs <= 32 and plan.bytes * plan.slices <= 128 for plan in found)

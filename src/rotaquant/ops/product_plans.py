@@ -68,7 +68,7 @@ MOST_SINGLE = 2  # tokens that a kernel for one of them takes one after another
 _LONGEST_STEP = 16384  # bytes of a row of weights that a single token's kernel holds at once
 _LONGEST_QUANTIZED = 4096  # ... up to which it quantizes the token itself
 _LARGE_TILE = 225 * 1024  # bytes of shared memory that the largest tile of 256 tokens takes
-_SHORT = 2048  # bytes of a row of weights up to which slices of K have too few steps to overlap
+_SHORT = 2048  # bytes of a row of weights up to which 8 tokens of a medium layer take no slices of K
 _LONG = 12288  # bytes of a row of weights from which splitting K in four pays
 
 

@@ -1,7 +1,7 @@
 """How keys and values lie in the pages of the packed cache: the only place that knows, but for the kernels.
 
-A page holds `PAGE_TOKENS` tokens of one sequence in one layer. It is a stretch of bytes, head by head; a head's are, each of
-them token after token,
+A page holds `PAGE_TOKENS` tokens of one sequence in one layer. It is a stretch of bytes, head by head; a head's are,
+each of them token after token,
 
     codes of keys | codes of values | scale and lowest value of keys | scale and lowest value of values
 

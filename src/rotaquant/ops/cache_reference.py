@@ -1,7 +1,7 @@
 """The operations on the paged cache in plain PyTorch: their definitions, see `cache_layout` for the pages.
 
-A sequence is a row of a table: its pages' offsets, in bytes, from the start of `pages` uint8 `[n, page_bytes]`. A token's
-slot is its place in its sequence: it lies in page `slot // PAGE_TOKENS` of the row.
+A sequence is a row of a table: its pages' offsets, in bytes, from the start of `pages` uint8 `[n, page_bytes]`. A
+token's slot is its place in its sequence: it lies in page `slot // PAGE_TOKENS` of the row.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last tokens `[batch, queries, heads, head_dim]` of sequences over what `read` gives from slot 0 on.
+    """Attention of the last tokens `[batch, queries, heads, head_dim]` of sequences over what `read` gives from slot 0.
 
     Query i of a sequence of `lengths` `[batch]` tokens is token `length - queries + i`, and sees itself and what came
     before, of which `window` (if any) counts the last, and of these what `mask` bool `[batch, 1 or heads, queries, n]`

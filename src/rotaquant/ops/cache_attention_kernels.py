@@ -1,0 +1,412 @@
+"""Attention of a few queries over the packed cache, in one launch; see `cache_layout` for what a page holds.
+
+Legend: a key is s·c + lo with codes c, so q·k = s·(q·c) + lo·Σq; a value's share in the output is (p·s)·c + p·lo. The
+products with codes run on matrix units, scales and lowest values outside of them. A row of the first product is one
+query of one head: the heads that share a key/value head meet its codes together. Codes are unpacked in registers, one
+plane at a time: element h of a token holds channels 4h to 4h + 3, of which plane n is channel 4h + n.
+
+Each warp takes tokens of its own and keeps its own maximum and sums; they meet once, at the end. Where several programs
+share a sequence, each writes its part, and the last to arrive adds them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat
+from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _dot(a, b, acc, ASM: tl.constexpr):
+    """acc plus a product of matrices of 16 bits; the interpreter, whose bfloat16 is integers, has it in float32."""
+    return tl.dot(a, b, acc) if ASM else acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
+
+
+@triton.jit
+def _key_plane(x, upper, n: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr):
+    """Channels n of elements in `kind`: the codes, plus `_key_offset`."""
+    if bits == 4 and ASM:
+        # A nibble below the bits of 128 (of 1024, in float16) is the number 128 + code, exactly: no conversion.
+        if kind == tl.bfloat16:
+            if n == 0:
+                return tl.inline_asm_elementwise(
+                    "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;",
+                    "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+            elif n == 1:
+                return tl.inline_asm_elementwise(
+                    "{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
+                    "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+            elif n == 2:
+                return tl.inline_asm_elementwise(
+                    "{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
+                    "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+            else:
+                return tl.inline_asm_elementwise(
+                    "{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
+                    "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+        else:
+            return _plain_plane(x, upper, n, bits).to(tl.float32).to(kind)
+    else:
+        return _plain_plane(x, upper, n, bits).to(tl.float32).to(kind)
+
+
+@triton.jit
+def _value_plane(x, upper, n: tl.constexpr, bits: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Channels n of elements in bfloat16: the codes minus HALF, half their range, which keeps the rounding of sums small.
+
+    The 128 of `_key_plane` must not stay in this product: taken out of long sums afterwards it would leave nothing.
+    """
+    if bits == 4 and ASM:
+        # 0x3F80 is one, 0xC308 is -136; sm_80 has no sum alone.
+        if n == 0:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t, o, c; mov.b32 o, 0x3F803F80; mov.b32 c, 0xC308C308;"
+                " lop3.b32 t, $1, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, o, c; }",
+                "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        elif n == 1:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t, o, c; mov.b32 o, 0x3F803F80; mov.b32 c, 0xC308C308; shr.u32 t, $1, 4;"
+                " lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, o, c; }",
+                "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        elif n == 2:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t, o, c; mov.b32 o, 0x3F803F80; mov.b32 c, 0xC308C308; shr.u32 t, $1, 8;"
+                " lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, o, c; }",
+                "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t, o, c; mov.b32 o, 0x3F803F80; mov.b32 c, 0xC308C308; shr.u32 t, $1, 12;"
+                " lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, o, c; }",
+                "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        return (_plain_plane(x, upper, n, bits) - HALF).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def _plain_plane(x, upper, n: tl.constexpr, bits: tl.constexpr):
+    """Channels n of elements as int32 codes."""
+    if bits == 3:
+        return ((x.to(tl.int32) >> (2 * n)) & 3) | (((upper.to(tl.int32) >> n) & 1) << 2)
+    else:
+        return (x.to(tl.int32) >> (bits * n)) & ((1 << bits) - 1)
+
+
+@triton.jit
+def _scale_and_lowest(word):
+    """The two fp16 values of words, as float32."""
+    scale = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _elements(base, token, h, inside, bits: tl.constexpr, H: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr):
+    """Elements `[warps, tokens, HP]` of the codes that begin at `base`, and the bytes of upper bits (of 3)."""
+    kind: tl.constexpr = tl.int16 if bits == 4 else (tl.int32 if bits == 8 else tl.uint8)
+    start = base.to(tl.pointer_type(kind))[:, None, None]
+    width: tl.constexpr = STEP // (2 if bits == 4 else (4 if bits == 8 else 1))
+    place = start + token[:, :, None] * width + h[None, None, :]
+    x = tl.load(place) if WHOLE else tl.load(place, mask=inside[None, None, :], other=0)
+    if bits == 3:
+        place = start + token[:, :, None] * width + H + h[None, None, :] // 2
+        upper = tl.load(place, mask=inside[None, None, :], other=0)
+        return x, upper >> (4 * (h[None, None, :] % 2)).to(tl.uint8)
+    else:
+        return x, x
+
+
+@triton.jit
+def _planes(tile, M: tl.constexpr, HP: tl.constexpr):
+    """Rows `[M, 4 * HP]` as four planes `[M, HP]`: channels 4h, 4h + 1, 4h + 2, 4h + 3."""
+    pairs = tile.reshape(M, HP, 2, 2)
+    even, odd = tl.split(pairs)
+    c0, c2 = tl.split(even)
+    c1, c3 = tl.split(odd)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _tile(c0, c1, c2, c3, M: tl.constexpr, HP: tl.constexpr):
+    """Undo `_planes`."""
+    return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(M, 4 * HP)
+
+
+@triton.jit
+def _combine(
+    partial, statistics, sinks, out, pair, first, total_rows, splits, first_query, first_head, heads, group,
+    D: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of rows `first` to `first + M`, PARTS of ROWS of them at once, and store the output."""
+    c = tl.arange(0, 4 * HP)
+    for r in range(first, tl.minimum(first + M, total_rows), ROWS):
+        rr = r + tl.arange(0, ROWS)
+        some = (rr < total_rows)[None, :]
+        peak = tl.full((ROWS,), -1e30, tl.float32)
+        weight = tl.zeros((ROWS,), tl.float32)
+        tile = tl.zeros((ROWS, 4 * HP), tl.float32)
+        for i in range(0, splits, PARTS):
+            ii = i + tl.arange(0, PARTS)
+            known = (ii < splits)[:, None] & some
+            place = (pair * splits + ii).to(tl.int64)[:, None] * total_rows + rr[None, :]
+            peaks = tl.load(statistics + place * 2, mask=known, other=-1e30, cache_modifier=".cg")
+            weights = tl.load(statistics + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+            tiles = tl.load(
+                partial + place[:, :, None] * (4 * HP) + c[None, None, :], mask=known[:, :, None], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            higher = tl.maximum(peak, tl.max(peaks, 0))
+            fades = tl.exp2(peaks - higher[None, :])
+            fade = tl.exp2(peak - higher)
+            weight = weight * fade + tl.sum(weights * fades, 0)
+            tile = tile * fade[:, None] + tl.sum(tiles * fades[:, :, None], 0)
+            peak = higher
+        if SINKS:
+            sink = tl.load(sinks + first_head + rr % group, mask=rr < total_rows, other=0.0)
+            weight += tl.exp2(sink * 1.4426950408889634 - peak)
+        tile = tile / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        to = (first_query + rr // group) * heads + first_head + rr % group
+        place = out + to.to(tl.int64)[:, None] * D + c[None, :]
+        tl.store(place, tile.to(out.dtype.element_ty), mask=(rr < total_rows)[:, None] & (c < D)[None, :])
+
+
+_VARYING = ["table_batch", "mask_batch", "mask_head", "mask_query", "mask_first", "queries", "window", "splits"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _attend(
+    q, pages, table, lengths, mask, sinks, out, partial, statistics, arrivals,
+    q_batch, q_token, q_head, table_batch, mask_batch, mask_head, mask_query, mask_first,
+    kv_heads, group, queries, window, scale, softcap, splits,
+    D: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, kind: tl.constexpr,
+    VALUE_HALF: tl.constexpr, T: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, W: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.constexpr, ALONE: tl.constexpr, WINDOW: tl.constexpr,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # ALONE: no other program has a part of these rows. SINGLE: one query. M rows are a block of group * queries.
+    H: tl.constexpr = D // 4
+    KB: tl.constexpr = D if key_bits == 8 else D * key_bits // 8
+    VB: tl.constexpr = D if value_bits == 8 else D * value_bits // 8
+    HEAD: tl.constexpr = T * (KB + VB + 8)
+    UNITS: tl.constexpr = T // KEYS
+    KEY_OFFSET: tl.constexpr = 128.0 if key_bits == 4 and ASM and kind == tl.bfloat16 else 0.0
+    split = tl.program_id(0) % splits
+    block = tl.program_id(0) // splits
+    head = tl.program_id(1)
+    b = tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    length = tl.load(lengths + b)
+    row = block * M + tl.arange(0, M)
+    own = row // group
+    alive = row < group * queries
+    c = tl.arange(0, 4 * HP)
+    h = tl.arange(0, HP)
+    inside = h < H
+    w = tl.arange(0, W)
+    k = tl.arange(0, KEYS)
+    q_row = b.to(tl.int64) * q_batch + own * q_token + (head * group + row % group) * q_head
+    rows = tl.load(q + q_row[:, None] + c[None, :], mask=alive[:, None] & (c < D)[None, :], other=0.0)
+    total = tl.broadcast_to(tl.sum(rows.to(tl.float32), 1)[None, :, None], (W, M, 1))
+    q0, q1, q2, q3 = _planes(rows, M, HP)
+    q0, q1 = tl.broadcast_to(q0[None], (W, M, HP)), tl.broadcast_to(q1[None], (W, M, HP))
+    q2, q3 = tl.broadcast_to(q2[None], (W, M, HP)), tl.broadcast_to(q3[None], (W, M, HP))
+    # The last slot that a row sees.
+    last = length - 1 if SINGLE else length - queries + own
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - queries - window + 1, 0)
+    first_unit = first // KEYS
+    units = tl.cdiv(length, KEYS)
+    share = tl.cdiv(tl.cdiv(units - first_unit, splits), W) * W
+    begin = first_unit + split * share
+    end = tl.minimum(begin + share, units)
+    most = tl.full((W, M, 1), -1e30, tl.float32)
+    weight = tl.zeros((W, M, 1), tl.float32)
+    lows = tl.zeros((W, M, 1), tl.float32)
+    a0, a1 = tl.zeros((W, M, HP), tl.float32), tl.zeros((W, M, HP), tl.float32)
+    a2, a3 = tl.zeros((W, M, HP), tl.float32), tl.zeros((W, M, HP), tl.float32)
+    for step in tl.range(begin, end, W, num_stages=STAGES):
+        unit = step + w
+        offset = tl.load(table + b * table_batch + unit // UNITS, mask=unit < end, other=0)
+        base = pages + tl.multiple_of(offset + head * HEAD, 16)
+        token = ((unit % UNITS) * KEYS)[:, None] + k[None, :]
+        slot = unit[:, None] * KEYS + k[None, :]
+        here = (slot < length) & (unit < end)[:, None]
+        keys, key_upper = _elements(base, token, h, inside, key_bits, H, KB, H == HP)
+        values, value_upper = _elements(base + T * KB, token, h, inside, value_bits, H, VB, H == HP)
+        parameters = (base + T * (KB + VB)).to(tl.pointer_type(tl.int32))[:, None] + token
+        # Memory beyond the end may hold anything: infinity times nothing is no number.
+        key_word = tl.load(parameters, mask=here, other=0)
+        value_word = tl.load(parameters + T, mask=here, other=0)
+        kt, ku = tl.trans(keys, 0, 2, 1), tl.trans(key_upper, 0, 2, 1)
+        score = tl.zeros((W, M, KEYS), tl.float32)
+        score = _dot(q0, _key_plane(kt, ku, 0, key_bits, kind, ASM), score, ASM)
+        score = _dot(q1, _key_plane(kt, ku, 1, key_bits, kind, ASM), score, ASM)
+        score = _dot(q2, _key_plane(kt, ku, 2, key_bits, kind, ASM), score, ASM)
+        score = _dot(q3, _key_plane(kt, ku, 3, key_bits, kind, ASM), score, ASM)
+        s, lo = _scale_and_lowest(key_word)
+        s = s * scale
+        lo = lo * scale - KEY_OFFSET * s
+        score = score * s[:, None, :] + lo[:, None, :] * total
+        if SOFTCAP:
+            # softcap is times log2(e) as the scores are: tanh(x) = 1 - 2 / (exp(2x) + 1).
+            score = softcap - 2.0 * softcap / (tl.exp2(score / softcap * 2.885390081777927) + 1.0)
+        if SINGLE:
+            seen = here[:, None, :]
+            if WINDOW:
+                seen = seen & (slot > last - window)[:, None, :]
+        else:
+            seen = here[:, None, :] & (slot[:, None, :] <= last[None, :, None])
+            if WINDOW:
+                seen = seen & (slot[:, None, :] > (last - window)[None, :, None])
+        if MASK:
+            place = mask + b * mask_batch + (head * group + row % group)[None, :, None] * mask_head
+            place += own[None, :, None] * mask_query + (slot - mask_first)[:, None, :]
+            known = here[:, None, :] & alive[None, :, None] & (slot >= mask_first)[:, None, :]
+            seen = seen & (tl.load(place, mask=known, other=0) != 0)
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(most, tl.max(score, 2, keep_dims=True))
+        p = tl.exp2(score - higher)
+        fade = tl.exp2(most - higher)
+        most = higher
+        s, lo = _scale_and_lowest(value_word)
+        lo = lo + VALUE_HALF * s
+        weight = weight * fade + tl.sum(p, 2, keep_dims=True)
+        lows = lows * fade + tl.sum(p * lo[:, None, :], 2, keep_dims=True)
+        p = (p * s[:, None, :]).to(tl.bfloat16)
+        a0 = _dot(p, _value_plane(values, value_upper, 0, value_bits, VALUE_HALF, ASM), a0 * fade, ASM)
+        a1 = _dot(p, _value_plane(values, value_upper, 1, value_bits, VALUE_HALF, ASM), a1 * fade, ASM)
+        a2 = _dot(p, _value_plane(values, value_upper, 2, value_bits, VALUE_HALF, ASM), a2 * fade, ASM)
+        a3 = _dot(p, _value_plane(values, value_upper, 3, value_bits, VALUE_HALF, ASM), a3 * fade, ASM)
+    peak = tl.max(most, 0)
+    fade = tl.exp2(most - peak[None])
+    a0 += lows
+    a1 += lows
+    a2 += lows
+    a3 += lows
+    weight = tl.sum(tl.sum(weight * fade, 0), 1)
+    tile = _tile(tl.sum(a0 * fade, 0), tl.sum(a1 * fade, 0), tl.sum(a2 * fade, 0), tl.sum(a3 * fade, 0), M, HP)
+    peak = tl.sum(peak, 1)
+    pair = b * kv_heads + head
+    total_rows = group * queries
+    out_row = (b * queries + own) * (kv_heads * group) + head * group + row % group
+    if ALONE:
+        if SINKS:
+            sink = tl.load(sinks + head * group + row % group, mask=alive, other=0.0) * 1.4426950408889634
+            weight += tl.exp2(sink - peak)
+        tile = tile / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        place = out + out_row.to(tl.int64)[:, None] * D + c[None, :]
+        tl.store(place, tile.to(out.dtype.element_ty), mask=alive[:, None] & (c < D)[None, :])
+    else:
+        part = (pair * splits + split).to(tl.int64) * total_rows + row
+        tl.store(partial + part[:, None] * (4 * HP) + c[None, :], tile, mask=alive[:, None])
+        tl.store(statistics + part * 2, peak, mask=alive)
+        tl.store(statistics + part * 2 + 1, weight, mask=alive)
+        tl.debug_barrier()
+        blocks = tl.num_programs(0) // splits
+        arrived = tl.atomic_add(arrivals + pair * blocks + block, 1)
+        if arrived == splits - 1:
+            tl.debug_barrier()
+            tl.store(arrivals + pair * blocks + block, 0)
+            _combine(
+                partial, statistics, sinks, out, pair, block * M, total_rows, splits, b * queries, head * group,
+                kv_heads * group, group, D, M, HP, PARTS, ROWS, SINKS,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan:
+    """Warps of a program, tokens that each takes at a time, stages of its loop, and programs that share a sequence."""
+
+    warps: int
+    keys: int
+    stages: int
+    splits: int
+    registers: int | None = None
+
+
+def kernel_bits(bits: int) -> int:
+    """The bits of codes as they lie in a page."""
+    return bits if bits <= 4 else 8
+
+
+def attend(
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    arrivals: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    form: PageFormat,
+    *,
+    longest: int,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask_first: int = 0,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """`cache_reference.attend` of a query `[batch, queries, heads, head_dim]` of 16 bits over pages.
+
+    `arrivals` int32 is zero and is left so: one for each row of the table, key/value head and block of 16 rows.
+    `longest` is no less than any length. `mask` is bool or uint8 `[batch, 1 or heads, queries, n]` from slot
+    `mask_first` on.
+    """
+    batch, queries, heads, head_dim = query.shape
+    group = heads // form.kv_heads
+    rows = 16
+    blocks = triton.cdiv(group * queries, rows)
+    reach = longest if window is None else min(longest, window + queries - 1)
+    plan = plan or choose(batch * form.kv_heads * blocks, reach, query.device)
+    splits = plan.splits
+    planes = max(16, triton.next_power_of_2(head_dim // 4))
+    out = torch.empty(batch, queries, heads, head_dim, dtype=query.dtype, device=query.device)
+    parts = batch * heads * queries * splits if splits > 1 else 0
+    scratch = torch.empty(parts * (4 * planes + 2), dtype=torch.float32, device=query.device)
+    pdl, asm = programmatic_launch(query.device), inline_assembly(query.device)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    if mask is not None:
+        mask = mask.expand(batch, heads, queries, mask.shape[-1])
+        mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).view(torch.uint8)
+    room = 16 * plan.warps * 32 // planes  # 64 registers of each thread
+    at_once = min(triton.next_power_of_2(splits), room)
+    together = max(1, min(triton.next_power_of_2(min(group * queries, rows)), room // at_once))
+    _attend[(splits * blocks, form.kv_heads, batch)](
+        query, pages, table, lengths, query if mask is None else mask, query if sinks is None else sinks, out,
+        scratch, scratch[parts * 4 * planes :], arrivals,
+        query.stride(0), query.stride(1), query.stride(2), table.stride(0),
+        *((0, 0, 0) if mask is None else mask.stride()[:3]), mask_first,
+        form.kv_heads, group, queries, window or 0, scaling * _LOG2_E, (softcap or 0.0) * _LOG2_E, splits,
+        head_dim, kernel_bits(form.key_bits), kernel_bits(form.value_bits),
+        tl.bfloat16 if query.dtype == torch.bfloat16 else tl.float16,
+        1 << (form.value_bits - 1), PAGE_TOKENS, rows, planes, plan.warps, plan.keys, plan.stages,
+        at_once, together, queries == 1, splits == 1, window is not None,
+        mask is not None, softcap is not None, sinks is not None, asm, pdl,
+        num_warps=plan.warps, maxnreg=plan.registers, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def choose(rows: int, tokens: int, device: torch.device) -> AttentionPlan:
+    """The plan for so many blocks of rows, each over no more than `tokens`; measured on an H200."""
+    programs = multiprocessors(device) * 4
+    warps, keys = (2, 32) if rows * tokens > (1 << 18) else (4, 32)
+    splits = max(1, min(programs // max(rows, 1), triton.cdiv(tokens, warps * keys)))
+    return AttentionPlan(warps=warps, keys=keys, stages=5, splits=splits)

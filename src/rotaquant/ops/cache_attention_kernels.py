@@ -64,7 +64,7 @@ def _key_plane(x, upper, n: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr
 
 @triton.jit
 def _value_plane(x, upper, n: tl.constexpr, bits: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Channels n of elements in bfloat16: the codes minus HALF, half their range, which keeps the rounding of sums small.
+    """Channels n of elements in bfloat16: codes minus HALF, half their range: what is small is rounded by little.
 
     The 128 of `_key_plane` must not stay in this product: taken out of long sums afterwards it would leave nothing.
     """
@@ -194,7 +194,8 @@ def _attend(
     kv_heads, group, queries, window, scale, softcap, splits,
     D: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, kind: tl.constexpr,
     VALUE_HALF: tl.constexpr, T: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, W: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.constexpr, ALONE: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    SINGLE: tl.constexpr, ALONE: tl.constexpr, WINDOW: tl.constexpr,
     MASK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # ALONE: no other program has a part of these rows. SINGLE: one query. M rows are a block of group * queries.

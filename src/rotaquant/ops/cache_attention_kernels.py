@@ -22,6 +22,7 @@ from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat
 from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch
 
 _LOG2_E = 1.4426950408889634
+_COMBINED_VALUES = 128  # of a thread at a time, while parts are added up
 
 
 @triton.jit
@@ -141,9 +142,9 @@ def _planes(tile, M: tl.constexpr, HP: tl.constexpr):
 
 
 @triton.jit
-def _tile(c0, c1, c2, c3, M: tl.constexpr, HP: tl.constexpr):
-    """Undo `_planes`."""
-    return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(M, 4 * HP)
+def _tile(c0, c1, c2, c3, W: tl.constexpr, M: tl.constexpr, HP: tl.constexpr):
+    """Planes `[W, M, HP]` as rows `[W, M, 4 * HP]`: undoes `_planes`."""
+    return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(W, M, 4 * HP)
 
 
 @triton.jit
@@ -151,40 +152,64 @@ def _combine(
     partial, statistics, sinks, out, pair, first, total_rows, splits, first_query, first_head, heads, group,
     D: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of rows `first` to `first + M`, PARTS of ROWS of them at once, and store the output."""
+    """Add up the parts of rows `first` to `first + M`, ROWS at a time, and store the output.
+
+    A thread has the same place of every part: nothing is exchanged, and PARTS reads are on their way at once.
+    """
     c = tl.arange(0, 4 * HP)
-    for r in range(first, tl.minimum(first + M, total_rows), ROWS):
-        rr = r + tl.arange(0, ROWS)
-        some = (rr < total_rows)[None, :]
+    for start in range(first, tl.minimum(first + M, total_rows), ROWS):
+        row = start + tl.arange(0, ROWS)
+        alive = row < total_rows
         peak = tl.full((ROWS,), -1e30, tl.float32)
         weight = tl.zeros((ROWS,), tl.float32)
         tile = tl.zeros((ROWS, 4 * HP), tl.float32)
         for i in range(0, splits, PARTS):
-            ii = i + tl.arange(0, PARTS)
-            known = (ii < splits)[:, None] & some
-            place = (pair * splits + ii).to(tl.int64)[:, None] * total_rows + rr[None, :]
-            peaks = tl.load(statistics + place * 2, mask=known, other=-1e30, cache_modifier=".cg")
-            weights = tl.load(statistics + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
-            tiles = tl.load(
-                partial + place[:, :, None] * (4 * HP) + c[None, None, :], mask=known[:, :, None], other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            higher = tl.maximum(peak, tl.max(peaks, 0))
-            fades = tl.exp2(peaks - higher[None, :])
-            fade = tl.exp2(peak - higher)
-            weight = weight * fade + tl.sum(weights * fades, 0)
-            tile = tile * fade[:, None] + tl.sum(tiles * fades[:, :, None], 0)
-            peak = higher
+            for j in tl.static_range(PARTS):
+                part = i + j + tl.zeros((ROWS,), tl.int32)
+                known = alive & (part < splits)
+                place = (pair * splits + part).to(tl.int64) * total_rows + row
+                its_peak = tl.load(statistics + place * 2, mask=known, other=-1e30, cache_modifier=".cg")
+                its_weight = tl.load(statistics + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+                its_tile = tl.load(
+                    partial + place[:, None] * (4 * HP) + c[None, :], mask=known[:, None], other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                higher = tl.maximum(peak, its_peak)
+                fade, its_fade = tl.exp2(peak - higher), tl.exp2(its_peak - higher)
+                weight = weight * fade + its_weight * its_fade
+                tile = tile * fade[:, None] + its_tile * its_fade[:, None]
+                peak = higher
         if SINKS:
-            sink = tl.load(sinks + first_head + rr % group, mask=rr < total_rows, other=0.0)
+            sink = tl.load(sinks + first_head + row % group, mask=alive, other=0.0)
             weight += tl.exp2(sink * 1.4426950408889634 - peak)
         tile = tile / tl.where(weight == 0.0, 1.0, weight)[:, None]
-        to = (first_query + rr // group) * heads + first_head + rr % group
+        to = (first_query + row // group) * heads + first_head + row % group
         place = out + to.to(tl.int64)[:, None] * D + c[None, :]
-        tl.store(place, tile.to(out.dtype.element_ty), mask=(rr < total_rows)[:, None] & (c < D)[None, :])
+        tl.store(place, tile.to(out.dtype.element_ty), mask=alive[:, None] & (c < D)[None, :])
 
 
-_VARYING = ["table_batch", "mask_batch", "mask_head", "mask_query", "mask_first", "queries", "window", "splits"]
+@triton.jit
+def _sum_over_warps(x, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Sum `[W, M, N]` over its first axis, by one exchange of all of it."""
+    if W == 1:
+        return tl.sum(x, 0)
+    elif W == 2:
+        first, second = tl.split(x.permute(1, 2, 0))
+        return first + second
+    else:
+        first, second = tl.split(x.permute(1, 2, 0).reshape(M, N, W // 2, 2))
+        pairs = first + second
+        if W == 4:
+            first, second = tl.split(pairs)
+            return first + second
+        else:
+            return tl.sum(pairs, 2)
+
+
+_VARYING = [
+    "table_batch", "mask_batch", "mask_head", "mask_query", "mask_first",
+    "kv_heads", "group", "queries", "window", "splits",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -297,12 +322,8 @@ def _attend(
         a3 = _dot(p, _value_plane(values, value_upper, 3, value_bits, VALUE_HALF, ASM), a3 * fade, ASM)
     peak = tl.max(most, 0)
     fade = tl.exp2(most - peak[None])
-    a0 += lows
-    a1 += lows
-    a2 += lows
-    a3 += lows
     weight = tl.sum(tl.sum(weight * fade, 0), 1)
-    tile = _tile(tl.sum(a0 * fade, 0), tl.sum(a1 * fade, 0), tl.sum(a2 * fade, 0), tl.sum(a3 * fade, 0), M, HP)
+    tile = _sum_over_warps((_tile(a0, a1, a2, a3, W, M, HP) + lows) * fade, W, M, 4 * HP)
     peak = tl.sum(peak, 1)
     pair = b * kv_heads + head
     total_rows = group * queries
@@ -386,9 +407,9 @@ def attend(
     if mask is not None:
         mask = mask.expand(batch, heads, queries, mask.shape[-1])
         mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).view(torch.uint8)
-    room = 16 * plan.warps * 32 // planes  # 64 registers of each thread
-    at_once = min(triton.next_power_of_2(splits), room)
-    together = max(1, min(triton.next_power_of_2(min(group * queries, rows)), room // at_once))
+    together = min(triton.next_power_of_2(min(group * queries, rows)), 8)
+    at_once = _COMBINED_VALUES * plan.warps * 32 // (together * 4 * planes)
+    at_once = max(1, min(triton.next_power_of_2(splits), at_once, 8))
     _attend[(splits * blocks, form.kv_heads, batch)](
         query, pages, table, lengths, query if mask is None else mask, query if sinks is None else sinks, out,
         scratch, scratch[parts * 4 * planes :], arrivals,

@@ -148,13 +148,42 @@ def _tile(c0, c1, c2, c3, W: tl.constexpr, M: tl.constexpr, HP: tl.constexpr):
 
 
 @triton.jit
+def _parts(
+    partial, statistics, place, known, c, peak, weight, tile, HP: tl.constexpr, AXIS: tl.constexpr
+):  # fmt: skip
+    """Add parts of rows, at `place` `[rows]` or (AXIS) `[parts, rows]`, to a running peak, weight and tile."""
+    peaks = tl.load(statistics + place * 2, mask=known, other=-1e30, cache_modifier=".cg")
+    weights = tl.load(statistics + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+    if AXIS:
+        tiles = tl.load(
+            partial + place[:, :, None] * (4 * HP) + c[None, None, :], mask=known[:, :, None], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        fade, fades = tl.exp2(peak - higher), tl.exp2(peaks - higher[None, :])
+        weight = weight * fade + tl.sum(weights * fades, 0)
+        tile = tile * fade[:, None] + tl.sum(tiles * fades[:, :, None], 0)
+    else:
+        tiles = tl.load(
+            partial + place[:, None] * (4 * HP) + c[None, :], mask=known[:, None], other=0.0, cache_modifier=".cg"
+        )  # fmt: skip
+        higher = tl.maximum(peak, peaks)
+        fade, fades = tl.exp2(peak - higher), tl.exp2(peaks - higher)
+        weight = weight * fade + weights * fades
+        tile = tile * fade[:, None] + tiles * fades[:, None]
+    return higher, weight, tile
+
+
+@triton.jit
 def _combine(
     partial, statistics, sinks, out, pair, first, total_rows, splits, first_query, first_head, heads, group,
-    D: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of rows `first` to `first + M`, ROWS at a time, and store the output.
 
-    A thread has the same place of every part: nothing is exchanged, and PARTS reads are on their way at once.
+    PARTS reads are on their way at once. A single warp has them as one tensor; several warps would have to exchange
+    sums of such a one, which took longer than all else, and take part after part.
     """
     c = tl.arange(0, 4 * HP)
     for start in range(first, tl.minimum(first + M, total_rows), ROWS):
@@ -164,21 +193,17 @@ def _combine(
         weight = tl.zeros((ROWS,), tl.float32)
         tile = tl.zeros((ROWS, 4 * HP), tl.float32)
         for i in range(0, splits, PARTS):
-            for j in tl.static_range(PARTS):
-                part = i + j + tl.zeros((ROWS,), tl.int32)
-                known = alive & (part < splits)
-                place = (pair * splits + part).to(tl.int64) * total_rows + row
-                its_peak = tl.load(statistics + place * 2, mask=known, other=-1e30, cache_modifier=".cg")
-                its_weight = tl.load(statistics + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
-                its_tile = tl.load(
-                    partial + place[:, None] * (4 * HP) + c[None, :], mask=known[:, None], other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                higher = tl.maximum(peak, its_peak)
-                fade, its_fade = tl.exp2(peak - higher), tl.exp2(its_peak - higher)
-                weight = weight * fade + its_weight * its_fade
-                tile = tile * fade[:, None] + its_tile * its_fade[:, None]
-                peak = higher
+            if W == 1:
+                part = i + tl.arange(0, PARTS)
+                known = (part < splits)[:, None] & alive[None, :]
+                place = (pair * splits + part).to(tl.int64)[:, None] * total_rows + row[None, :]
+                peak, weight, tile = _parts(partial, statistics, place, known, c, peak, weight, tile, HP, True)
+            else:
+                for j in tl.static_range(PARTS):
+                    part = i + j + tl.zeros((ROWS,), tl.int32)
+                    known = alive & (part < splits)
+                    place = (pair * splits + part).to(tl.int64) * total_rows + row
+                    peak, weight, tile = _parts(partial, statistics, place, known, c, peak, weight, tile, HP, False)
         if SINKS:
             sink = tl.load(sinks + first_head + row % group, mask=alive, other=0.0)
             weight += tl.exp2(sink * 1.4426950408889634 - peak)
@@ -348,7 +373,7 @@ def _attend(
             tl.store(arrivals + pair * blocks + block, 0)
             _combine(
                 partial, statistics, sinks, out, pair, block * M, total_rows, splits, b * queries, head * group,
-                kv_heads * group, group, D, M, HP, PARTS, ROWS, SINKS,
+                kv_heads * group, group, D, M, HP, W, PARTS, ROWS, SINKS,
             )  # fmt: skip
 
 
@@ -426,9 +451,23 @@ def attend(
     return out
 
 
-def choose(rows: int, tokens: int, device: torch.device) -> AttentionPlan:
-    """The plan for so many blocks of rows, each over no more than `tokens`; measured on an H200."""
-    programs = multiprocessors(device) * 4
-    warps, keys = (2, 32) if rows * tokens > (1 << 18) else (4, 32)
-    splits = max(1, min(programs // max(rows, 1), triton.cdiv(tokens, warps * keys)))
-    return AttentionPlan(warps=warps, keys=keys, stages=5, splits=splits)
+def choose(pairs: int, tokens: int, device: torch.device) -> AttentionPlan:
+    """The plan for so many blocks of rows, each over no more than `tokens`; measured on an H200.
+
+    Programs should fill the device and be few enough to leave little to add up. A single warp waits for no other, which
+    wins where there are many programs; where there are few, warps that share one leave less to add up.
+    """
+    count = multiprocessors(device)
+    if pairs * 8 >= count * 31:
+        if tokens >= 2048 and (tokens >= 4096 or pairs < 8 * count):
+            return AttentionPlan(warps=4, keys=64, stages=4, splits=1)
+        return AttentionPlan(warps=2 if pairs < 8 * count else 1, keys=64, stages=4, splits=1)
+    if pairs * 4 >= count * 3:
+        return _shared(1, 64, 5, 8 * count // pairs, tokens)
+    units = triton.cdiv(tokens, 4 * 32)
+    return _shared(4, 32, 5, min(2 * count // pairs, max(16, units // 4)), tokens)
+
+
+def _shared(warps: int, keys: int, stages: int, splits: int, tokens: int) -> AttentionPlan:
+    splits = max(1, min(splits, triton.cdiv(tokens, warps * keys)))
+    return AttentionPlan(warps=warps, keys=keys, stages=stages, splits=splits)

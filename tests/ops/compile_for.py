@@ -23,7 +23,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rotaquant.hadamard import factor_or_fallback
-from rotaquant.ops import device_features, product_kernels, quantize_kernels, weight_only_kernels
+from rotaquant.ops import (
+    cache_append_kernels,
+    cache_attention_kernels,
+    device_features,
+    product_kernels,
+    quantize_kernels,
+    weight_only_kernels,
+)
+from rotaquant.ops.cache_layout import PageFormat
 from rotaquant.ops.factors import mix_factors, rotation_factors
 from rotaquant.ops.rotation_kernels import rotate, rotate_quantize, supports
 from rotaquant.rotation.plan import plan_head_mix
@@ -54,6 +62,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield from _products()
     yield from _quantizers()
     yield from _rotations()
+    yield from _caches()
     for m, (n, k) in itertools.product((1, 2, 32, 64), ((1024, 4096), (8192, 2048), (20000, 8192))):
         for groups, dtype in ((1, BF16), (1, F16), (k // 128, BF16), (k // 16, BF16)):
             w, scale = torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, groups, dtype=dtype)
@@ -111,6 +120,39 @@ def _rotations() -> Iterator[tuple[str, Callable[[], object]]]:
             if width in {4096, 14336}:
                 yield f"rotate {name} {dtype}", partial(rotate, x, *rotation, dtype)
                 yield f"bytes {name} {dtype}", partial(rotate_quantize, x, None, None, *rotation, 8, 0.9, False)
+
+
+def _caches() -> Iterator[tuple[str, Callable[[], object]]]:
+    def attend(
+        batch: int, tokens: int, head_dim: int, bits: tuple[int, int], queries: int, dtype: torch.dtype
+    ) -> Tensor:
+        form = PageFormat(8, head_dim, *bits)
+        query = torch.empty(batch, queries, 32, head_dim, dtype=dtype)
+        pages, table = torch.empty(4, form.page_bytes, dtype=torch.uint8), torch.empty(batch, 9, dtype=torch.int64)
+        lengths, arrivals = torch.empty(batch, dtype=torch.int32), torch.empty(4096, dtype=torch.int32)
+        return cache_attention_kernels.attend(
+            query, pages, table, lengths, arrivals, None, None, form, longest=tokens, scaling=0.1
+        )
+
+    def append(head_dim: int, bits: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        form = PageFormat(8, head_dim, *bits)
+        query, states = torch.empty(2, 3, 32, head_dim, dtype=dtype), torch.empty(2, 3, 8, head_dim, dtype=dtype)
+        pages, table = torch.empty(4, form.page_bytes, dtype=torch.uint8), torch.empty(2, 9, dtype=torch.int64)
+        angles, matrix = torch.empty(2, 3, head_dim, dtype=dtype), torch.empty(head_dim, head_dim, dtype=dtype)
+        turn = cache_append_kernels.Turn(style="half", cos=angles, sin=angles, rotation=matrix, norm=0.1)
+        first = torch.empty(2, dtype=torch.int32)
+        return cache_append_kernels.append(pages, table, first, query, states, states, None, form, (1.0, 1.0), turn)
+
+    # The batches and lengths between them take every plan.
+    for (batch, tokens), queries in itertools.product(
+        ((1, 2048), (16, 8192), (64, 512), (64, 8192), (256, 512)), (1, 16)
+    ):
+        yield f"cache {batch} {tokens} {queries}", partial(attend, batch, tokens, 128, (4, 4), queries, BF16)
+    for head_dim, bits in itertools.product((64, 80, 96, 192, 256), ((4, 4), (2, 3), (8, 8))):
+        for batch in (1, 16):
+            yield f"cache {head_dim} {bits} {batch}", partial(attend, batch, 8192, head_dim, bits, 1, F16)
+    for head_dim, bits, dtype in itertools.product((64, 80, 128, 256), ((4, 4), (2, 3), (8, 8)), (BF16, F16)):
+        yield f"append {head_dim} {bits} {dtype}", partial(append, head_dim, bits, dtype)
 
 
 def _say(line: dict[str, Any]) -> None:

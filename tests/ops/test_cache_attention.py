@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from rotaquant.ops import cache_reference
-from rotaquant.ops.cache_attention_kernels import AttentionPlan, attend, choose
+from rotaquant.ops import cache_attention_plans, cache_reference
+from rotaquant.ops.cache_attention_kernels import attend
+from rotaquant.ops.cache_attention_plans import AttentionPlan, choose, fitted, shared_bytes
 from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat
+from rotaquant.ops.device_features import shared_memory_of
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -152,6 +155,19 @@ def test_uniform_weights_over_many_tokens_keep_their_digits(device: torch.device
     plan = AttentionPlan(warps=2, keys=64, stages=3, splits=3)
     got = attend(query, pages, table, lengths, arrivals, None, None, form, longest=length, scaling=0.2, plan=plan)
     assert (got.double() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_every_plan_fits_where_there_is_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also wide heads of 8 bits; how much a program takes is what the compiler said."""
+    room = shared_memory_of((8, 6))
+    monkeypatch.setattr(cache_attention_plans, "shared_memory", lambda device: room)
+    plans = [choose(pairs, tokens, torch.device("cpu")) for pairs in (1, 64, 512, 2048) for tokens in (512, 8192)]
+    for plan, head_dim, bits in itertools.product(plans, (64, 80, 128, 256), ((2, 3), (4, 4), (8, 8))):
+        form = PageFormat(8, head_dim, *bits)
+        smaller = fitted(plan, form, torch.device("cpu"))
+        assert shared_bytes(smaller, form) <= room
+        if shared_bytes(plan, form) <= room:
+            assert smaller == plan
 
 
 @pytest.mark.parametrize("rows", [1, 8, 128, 512, 4096])

@@ -11,140 +11,27 @@ share a sequence, each writes its part, and the last to arrive adds them up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotaquant.ops.cache_attention_plans import AttentionPlan, choose, elements_of, fitted, kernel_bits
+from rotaquant.ops.cache_attention_units import (
+    dot,
+    elements,
+    key_plane,
+    planes_of_rows,
+    rows_of_planes,
+    scale_and_lowest,
+    sum_over_warps,
+    value_plane,
+)
 from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat
-from rotaquant.ops.device_features import inline_assembly, multiprocessors, programmatic_launch
+from rotaquant.ops.device_features import inline_assembly, programmatic_launch
 
 _LOG2_E = 1.4426950408889634
 _COMBINED_VALUES = 128  # of a thread at a time, while parts are added up
-
-
-@triton.jit
-def _dot(a, b, acc, ASM: tl.constexpr):
-    """acc plus a product of matrices of 16 bits; the interpreter, whose bfloat16 is integers, has it in float32."""
-    return tl.dot(a, b, acc) if ASM else acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
-
-
-@triton.jit
-def _key_plane(x, upper, n: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr):
-    """Channels n of elements in `kind`: the codes, plus `_key_offset`."""
-    if bits == 4 and ASM:
-        # A nibble below the bits of 128 (of 1024, in float16) is the number 128 + code, exactly: no conversion.
-        if kind == tl.bfloat16:
-            if n == 0:
-                return tl.inline_asm_elementwise(
-                    "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;",
-                    "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
-                )  # fmt: skip
-            elif n == 1:
-                return tl.inline_asm_elementwise(
-                    "{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
-                    "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
-                )  # fmt: skip
-            elif n == 2:
-                return tl.inline_asm_elementwise(
-                    "{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
-                    "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
-                )  # fmt: skip
-            else:
-                return tl.inline_asm_elementwise(
-                    "{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
-                    "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
-                )  # fmt: skip
-        else:
-            return _plain_plane(x, upper, n, bits).to(tl.float32).to(kind)
-    else:
-        return _plain_plane(x, upper, n, bits).to(tl.float32).to(kind)
-
-
-@triton.jit
-def _value_plane(x, upper, n: tl.constexpr, bits: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Channels n of elements in bfloat16: codes minus HALF, half their range: what is small is rounded by little.
-
-    The 128 of `_key_plane` must not stay in this product: taken out of long sums afterwards it would leave nothing.
-    """
-    if bits == 4 and ASM:
-        # 0x3F80 is one, 0xC308 is -136; sm_80 has no sum alone.
-        if n == 0:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o, c; mov.b32 o, 0x3F803F80; mov.b32 c, 0xC308C308;"
-                " lop3.b32 t, $1, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, o, c; }",
-                "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        elif n == 1:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o, c; mov.b32 o, 0x3F803F80; mov.b32 c, 0xC308C308; shr.u32 t, $1, 4;"
-                " lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, o, c; }",
-                "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        elif n == 2:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o, c; mov.b32 o, 0x3F803F80; mov.b32 c, 0xC308C308; shr.u32 t, $1, 8;"
-                " lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, o, c; }",
-                "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o, c; mov.b32 o, 0x3F803F80; mov.b32 c, 0xC308C308; shr.u32 t, $1, 12;"
-                " lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, o, c; }",
-                "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-    else:
-        return (_plain_plane(x, upper, n, bits) - HALF).to(tl.float32).to(tl.bfloat16)
-
-
-@triton.jit
-def _plain_plane(x, upper, n: tl.constexpr, bits: tl.constexpr):
-    """Channels n of elements as int32 codes."""
-    if bits == 3:
-        return ((x.to(tl.int32) >> (2 * n)) & 3) | (((upper.to(tl.int32) >> n) & 1) << 2)
-    else:
-        return (x.to(tl.int32) >> (bits * n)) & ((1 << bits) - 1)
-
-
-@triton.jit
-def _scale_and_lowest(word):
-    """The two fp16 values of words, as float32."""
-    scale = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return scale, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _elements(base, token, h, inside, bits: tl.constexpr, H: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr):
-    """Elements `[warps, tokens, HP]` of the codes that begin at `base`, and the bytes of upper bits (of 3)."""
-    kind: tl.constexpr = tl.int16 if bits == 4 else (tl.int32 if bits == 8 else tl.uint8)
-    start = base.to(tl.pointer_type(kind))[:, None, None]
-    width: tl.constexpr = STEP // (2 if bits == 4 else (4 if bits == 8 else 1))
-    place = start + token[:, :, None] * width + h[None, None, :]
-    x = tl.load(place) if WHOLE else tl.load(place, mask=inside[None, None, :], other=0)
-    if bits == 3:
-        place = start + token[:, :, None] * width + H + h[None, None, :] // 2
-        upper = tl.load(place, mask=inside[None, None, :], other=0)
-        return x, upper >> (4 * (h[None, None, :] % 2)).to(tl.uint8)
-    else:
-        return x, x
-
-
-@triton.jit
-def _planes(tile, M: tl.constexpr, HP: tl.constexpr):
-    """Rows `[M, 4 * HP]` as four planes `[M, HP]`: channels 4h, 4h + 1, 4h + 2, 4h + 3."""
-    pairs = tile.reshape(M, HP, 2, 2)
-    even, odd = tl.split(pairs)
-    c0, c2 = tl.split(even)
-    c1, c3 = tl.split(odd)
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def _tile(c0, c1, c2, c3, W: tl.constexpr, M: tl.constexpr, HP: tl.constexpr):
-    """Planes `[W, M, HP]` as rows `[W, M, 4 * HP]`: undoes `_planes`."""
-    return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(W, M, 4 * HP)
 
 
 @triton.jit
@@ -213,24 +100,6 @@ def _combine(
         tl.store(place, tile.to(out.dtype.element_ty), mask=alive[:, None] & (c < D)[None, :])
 
 
-@triton.jit
-def _sum_over_warps(x, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Sum `[W, M, N]` over its first axis, by one exchange of all of it."""
-    if W == 1:
-        return tl.sum(x, 0)
-    elif W == 2:
-        first, second = tl.split(x.permute(1, 2, 0))
-        return first + second
-    else:
-        first, second = tl.split(x.permute(1, 2, 0).reshape(M, N, W // 2, 2))
-        pairs = first + second
-        if W == 4:
-            first, second = tl.split(pairs)
-            return first + second
-        else:
-            return tl.sum(pairs, 2)
-
-
 _VARYING = [
     "table_batch", "mask_batch", "mask_head", "mask_query", "mask_first",
     "kv_heads", "group", "queries", "window", "splits",
@@ -274,7 +143,7 @@ def _attend(
     q_row = b.to(tl.int64) * q_batch + own * q_token + (head * group + row % group) * q_head
     rows = tl.load(q + q_row[:, None] + c[None, :], mask=alive[:, None] & (c < D)[None, :], other=0.0)
     total = tl.broadcast_to(tl.sum(rows.to(tl.float32), 1)[None, :, None], (W, M, 1))
-    q0, q1, q2, q3 = _planes(rows, M, HP)
+    q0, q1, q2, q3 = planes_of_rows(rows, M, HP)
     q0, q1 = tl.broadcast_to(q0[None], (W, M, HP)), tl.broadcast_to(q1[None], (W, M, HP))
     q2, q3 = tl.broadcast_to(q2[None], (W, M, HP)), tl.broadcast_to(q3[None], (W, M, HP))
     # The last slot that a row sees.
@@ -299,19 +168,19 @@ def _attend(
         token = ((unit % UNITS) * KEYS)[:, None] + k[None, :]
         slot = unit[:, None] * KEYS + k[None, :]
         here = (slot < length) & (unit < end)[:, None]
-        keys, key_upper = _elements(base, token, h, inside, key_bits, H, KB, H == HP)
-        values, value_upper = _elements(base + T * KB, token, h, inside, value_bits, H, VB, H == HP)
+        keys, key_upper = elements(base, token, h, inside, key_bits, H, KB, H == HP)
+        values, value_upper = elements(base + T * KB, token, h, inside, value_bits, H, VB, H == HP)
         parameters = (base + T * (KB + VB)).to(tl.pointer_type(tl.int32))[:, None] + token
         # Memory beyond the end may hold anything: infinity times nothing is no number.
         key_word = tl.load(parameters, mask=here, other=0)
         value_word = tl.load(parameters + T, mask=here, other=0)
         kt, ku = tl.trans(keys, 0, 2, 1), tl.trans(key_upper, 0, 2, 1)
         score = tl.zeros((W, M, KEYS), tl.float32)
-        score = _dot(q0, _key_plane(kt, ku, 0, key_bits, kind, ASM), score, ASM)
-        score = _dot(q1, _key_plane(kt, ku, 1, key_bits, kind, ASM), score, ASM)
-        score = _dot(q2, _key_plane(kt, ku, 2, key_bits, kind, ASM), score, ASM)
-        score = _dot(q3, _key_plane(kt, ku, 3, key_bits, kind, ASM), score, ASM)
-        s, lo = _scale_and_lowest(key_word)
+        score = dot(q0, key_plane(kt, ku, 0, key_bits, kind, ASM), score, ASM)
+        score = dot(q1, key_plane(kt, ku, 1, key_bits, kind, ASM), score, ASM)
+        score = dot(q2, key_plane(kt, ku, 2, key_bits, kind, ASM), score, ASM)
+        score = dot(q3, key_plane(kt, ku, 3, key_bits, kind, ASM), score, ASM)
+        s, lo = scale_and_lowest(key_word)
         s = s * scale
         lo = lo * scale - KEY_OFFSET * s
         score = score * s[:, None, :] + lo[:, None, :] * total
@@ -336,19 +205,19 @@ def _attend(
         p = tl.exp2(score - higher)
         fade = tl.exp2(most - higher)
         most = higher
-        s, lo = _scale_and_lowest(value_word)
+        s, lo = scale_and_lowest(value_word)
         lo = lo + VALUE_HALF * s
         weight = weight * fade + tl.sum(p, 2, keep_dims=True)
         lows = lows * fade + tl.sum(p * lo[:, None, :], 2, keep_dims=True)
         p = (p * s[:, None, :]).to(tl.bfloat16)
-        a0 = _dot(p, _value_plane(values, value_upper, 0, value_bits, VALUE_HALF, ASM), a0 * fade, ASM)
-        a1 = _dot(p, _value_plane(values, value_upper, 1, value_bits, VALUE_HALF, ASM), a1 * fade, ASM)
-        a2 = _dot(p, _value_plane(values, value_upper, 2, value_bits, VALUE_HALF, ASM), a2 * fade, ASM)
-        a3 = _dot(p, _value_plane(values, value_upper, 3, value_bits, VALUE_HALF, ASM), a3 * fade, ASM)
+        a0 = dot(p, value_plane(values, value_upper, 0, value_bits, VALUE_HALF, ASM), a0 * fade, ASM)
+        a1 = dot(p, value_plane(values, value_upper, 1, value_bits, VALUE_HALF, ASM), a1 * fade, ASM)
+        a2 = dot(p, value_plane(values, value_upper, 2, value_bits, VALUE_HALF, ASM), a2 * fade, ASM)
+        a3 = dot(p, value_plane(values, value_upper, 3, value_bits, VALUE_HALF, ASM), a3 * fade, ASM)
     peak = tl.max(most, 0)
     fade = tl.exp2(most - peak[None])
     weight = tl.sum(tl.sum(weight * fade, 0), 1)
-    tile = _sum_over_warps((_tile(a0, a1, a2, a3, W, M, HP) + lows) * fade, W, M, 4 * HP)
+    tile = sum_over_warps((rows_of_planes(a0, a1, a2, a3, W, M, HP) + lows) * fade, W, M, 4 * HP)
     peak = tl.sum(peak, 1)
     pair = b * kv_heads + head
     total_rows = group * queries
@@ -375,22 +244,6 @@ def _attend(
                 partial, statistics, sinks, out, pair, block * M, total_rows, splits, b * queries, head * group,
                 kv_heads * group, group, D, M, HP, W, PARTS, ROWS, SINKS,
             )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionPlan:
-    """Warps of a program, tokens that each takes at a time, stages of its loop, and programs that share a sequence."""
-
-    warps: int
-    keys: int
-    stages: int
-    splits: int
-    registers: int | None = None
-
-
-def kernel_bits(bits: int) -> int:
-    """The bits of codes as they lie in a page."""
-    return bits if bits <= 4 else 8
 
 
 def attend(
@@ -422,52 +275,31 @@ def attend(
     blocks = triton.cdiv(group * queries, rows)
     reach = longest if window is None else min(longest, window + queries - 1)
     plan = plan or choose(batch * form.kv_heads * blocks, reach, query.device)
+    plan = fitted(plan, form, query.device)
     splits = plan.splits
-    planes = max(16, triton.next_power_of_2(head_dim // 4))
+    width = elements_of(head_dim)
     out = torch.empty(batch, queries, heads, head_dim, dtype=query.dtype, device=query.device)
     parts = batch * heads * queries * splits if splits > 1 else 0
-    scratch = torch.empty(parts * (4 * planes + 2), dtype=torch.float32, device=query.device)
+    scratch = torch.empty(parts * (4 * width + 2), dtype=torch.float32, device=query.device)
     pdl, asm = programmatic_launch(query.device), inline_assembly(query.device)
     query = query if query.stride(-1) == 1 else query.contiguous()
     if mask is not None:
         mask = mask.expand(batch, heads, queries, mask.shape[-1])
         mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).view(torch.uint8)
     together = min(triton.next_power_of_2(min(group * queries, rows)), 8)
-    at_once = _COMBINED_VALUES * plan.warps * 32 // (together * 4 * planes)
+    at_once = _COMBINED_VALUES * plan.warps * 32 // (together * 4 * width)
     at_once = max(1, min(triton.next_power_of_2(splits), at_once, 8))
     _attend[(splits * blocks, form.kv_heads, batch)](
         query, pages, table, lengths, query if mask is None else mask, query if sinks is None else sinks, out,
-        scratch, scratch[parts * 4 * planes :], arrivals,
+        scratch, scratch[parts * 4 * width :], arrivals,
         query.stride(0), query.stride(1), query.stride(2), table.stride(0),
         *((0, 0, 0) if mask is None else mask.stride()[:3]), mask_first,
         form.kv_heads, group, queries, window or 0, scaling * _LOG2_E, (softcap or 0.0) * _LOG2_E, splits,
         head_dim, kernel_bits(form.key_bits), kernel_bits(form.value_bits),
         tl.bfloat16 if query.dtype == torch.bfloat16 else tl.float16,
-        1 << (form.value_bits - 1), PAGE_TOKENS, rows, planes, plan.warps, plan.keys, plan.stages,
+        1 << (form.value_bits - 1), PAGE_TOKENS, rows, width, plan.warps, plan.keys, plan.stages,
         at_once, together, queries == 1, splits == 1, window is not None,
         mask is not None, softcap is not None, sinks is not None, asm, pdl,
         num_warps=plan.warps, maxnreg=plan.registers, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def choose(pairs: int, tokens: int, device: torch.device) -> AttentionPlan:
-    """The plan for so many blocks of rows, each over no more than `tokens`; measured on an H200.
-
-    Programs should fill the device and be few enough to leave little to add up. A single warp waits for no other, which
-    wins where there are many programs; where there are few, warps that share one leave less to add up.
-    """
-    count = multiprocessors(device)
-    if pairs * 8 >= count * 31:
-        if tokens >= 2048 and (tokens >= 4096 or pairs < 8 * count):
-            return AttentionPlan(warps=4, keys=64, stages=4, splits=1)
-        return AttentionPlan(warps=2 if pairs < 8 * count else 1, keys=64, stages=4, splits=1)
-    if pairs * 4 >= count * 3:
-        return _shared(1, 64, 5, 8 * count // pairs, tokens)
-    units = triton.cdiv(tokens, 4 * 32)
-    return _shared(4, 32, 5, min(2 * count // pairs, max(16, units // 4)), tokens)
-
-
-def _shared(warps: int, keys: int, stages: int, splits: int, tokens: int) -> AttentionPlan:
-    splits = max(1, min(splits, triton.cdiv(tokens, warps * keys)))
-    return AttentionPlan(warps=warps, keys=keys, stages=stages, splits=splits)

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import timing
 from rotaquant.ops import cache_append_kernels, cache_attention_kernels, cache_reference
+from rotaquant.ops.cache import Turn
 from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat
 from timing import Row, Session, relative_error
 
@@ -132,7 +133,7 @@ def _append_times(heads: int, kv_heads: int, batch: int, cache: Cache) -> Row:
     sylvester = torch.ones(1, 1)
     while len(sylvester) < HEAD_DIM:
         sylvester = torch.kron(sylvester, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    turn = cache_append_kernels.Turn(
+    turn = Turn(
         style="half",
         cos=angles.cos().bfloat16(),
         sin=angles.sin().bfloat16(),

@@ -13,7 +13,8 @@ against flash attention in bfloat16 (torch's, over the layout of keys and values
 turns, so that none is in the L2 cache when it is read. A cell is the time in microseconds, the speed against flash
 attention, and the speed of reading the cache in percent of that of a copy. Relative errors against float64 attention
 over the same stored keys and values are at most {ours:.4f}; those of flash attention, over bfloat16, at most
-{flash:.4f}. The cache takes {share:.1%} of the memory of one in bfloat16, its tables not counted.
+{flash:.4f}. The cache takes {share:.1%} of the memory of one in bfloat16, its tables not counted. These
+are the operations; loaded models do not use them yet.
 """
 
 

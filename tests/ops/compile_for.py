@@ -31,6 +31,7 @@ from rotaquant.ops import (
     quantize_kernels,
     weight_only_kernels,
 )
+from rotaquant.ops.cache import Turn
 from rotaquant.ops.cache_layout import PageFormat
 from rotaquant.ops.factors import mix_factors, rotation_factors
 from rotaquant.ops.rotation_kernels import rotate, rotate_quantize, supports
@@ -139,7 +140,7 @@ def _caches() -> Iterator[tuple[str, Callable[[], object]]]:
         query, states = torch.empty(2, 3, 32, head_dim, dtype=dtype), torch.empty(2, 3, 8, head_dim, dtype=dtype)
         pages, table = torch.empty(4, form.page_bytes, dtype=torch.uint8), torch.empty(2, 9, dtype=torch.int64)
         angles, matrix = torch.empty(2, 3, head_dim, dtype=dtype), torch.empty(head_dim, head_dim, dtype=dtype)
-        turn = cache_append_kernels.Turn(style="half", cos=angles, sin=angles, rotation=matrix, norm=0.1)
+        turn = Turn(style="half", cos=angles, sin=angles, rotation=matrix, norm=0.1)
         first = torch.empty(2, dtype=torch.int32)
         return cache_append_kernels.append(pages, table, first, query, states, states, None, form, (1.0, 1.0), turn)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from rotaquant.hadamard import base_matrix, factor_or_fallback
 from rotaquant.ops import cache_reference, reference
-from rotaquant.ops.cache_append_kernels import Turn, append
+from rotaquant.ops.cache import Turn
+from rotaquant.ops.cache_append_kernels import append
 from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -74,21 +75,6 @@ def test_strided_states_and_rows_that_are_not_finite(dtype: torch.dtype, device:
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """RoPE as models write it, in their dtype: `[batch, length, heads, head_dim]`."""
-    if style == "half-once":
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    elif style == "interleaved-from-halves":
-        cos, sin = (part.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for part in (cos, sin))
-    turned, still = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
-    if style.startswith("interleaved"):
-        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, dim=-1)
-        other = torch.cat((-b, a), dim=-1)
-    return torch.cat((turned * cos[:, :, None] + other * sin[:, :, None], still), dim=-1)
-
-
 @pytest.mark.parametrize("style", ["half", "half-once", "interleaved", "interleaved-from-halves"])
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (96, 32), (128, 128), (80, 80)])
 def test_keys_and_queries_are_turned_and_rotated(style: str, head_dim: int, width: int, device: torch.device) -> None:
@@ -111,7 +97,7 @@ def test_keys_and_queries_are_turned_and_rotated(style: str, head_dim: int, widt
     first = torch.tensor([0, 60], dtype=torch.int32)
 
     def rotated(x: Tensor) -> Tensor:
-        return reference.rotate_rows(rope(x, cos, sin, style), base.float(), transform.blocks)
+        return reference.rotate_rows(cache_reference.rope(x, cos, sin, style), base.float(), transform.blocks)
 
     wanted = pages.clone()
     cache_reference.append(wanted, table, first, rotated(keys), values, None, form, CLIPS)

@@ -1,5 +1,7 @@
 """How fast: each operation's definition in plain PyTorch (`reference`), its kernels, and how codes lie in memory."""
 
+from rotaquant.ops.cache import Scores, Turn, arrivals_for, cache_append, cache_attention
+from rotaquant.ops.cache_layout import PageFormat
 from rotaquant.ops.factors import Factors, mix_factors, rotation_factors
 from rotaquant.ops.library import (
     int4_matmul,
@@ -20,6 +22,12 @@ from rotaquant.ops.rotations import (
 
 __all__ = [
     "Factors",
+    "PageFormat",
+    "Scores",
+    "Turn",
+    "arrivals_for",
+    "cache_append",
+    "cache_attention",
     "gated_hadamard_quantize",
     "gelu_mul_hadamard_quantize",
     "hadamard",

@@ -6,13 +6,12 @@ The rotation is a product with a matrix of small integers, exact in 16 bits, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotaquant.ops.cache import Turn
 from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat
 from rotaquant.ops.device_features import inline_assembly, programmatic_launch
 
@@ -189,26 +188,9 @@ def _append(
             _quantize(row_values, codes_at, parameters + T, alive, value_clip, D, DP, ROWS, value_bits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """How keys and queries are turned before they are stored: RoPE, then the rotation `norm * matrix`.
-
-    `cos` and `sin` are `[batch or 1, length, angles]` as the model's rotary module gives them; `width` is the number of
-    channels that RoPE turns. `rotation` `[head_dim, head_dim]` holds small integers in the dtype of the keys.
-    """
-
-    style: str = "none"
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    rotation: Tensor | None = None
-    norm: float = 1.0
-
-    @property
-    def width(self) -> int:
-        """Channels that RoPE turns."""
-        if self.cos is None:
-            return 0
-        return self.cos.shape[-1] * (2 if self.style == "half-once" else 1)
+def _width(turn: Turn) -> int:
+    """Channels that RoPE turns."""
+    return 0 if turn.cos is None else turn.cos.shape[-1] * (2 if turn.style == "half-once" else 1)
 
 
 def append(
@@ -251,7 +233,7 @@ def append(
         batch * length, length, heads, kv_heads, table.stride(0),
         *turned.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         0 if positions is None or positions.shape[0] == 1 else positions.stride(0), *angle_strides,
-        turn.width, turn.norm, *clips, head_dim, padded, PAGE_TOKENS, _ROWS, min(_STRIP, padded),
+        _width(turn), turn.norm, *clips, head_dim, padded, PAGE_TOKENS, _ROWS, min(_STRIP, padded),
         form.key_bits, form.value_bits, ROPE_STYLES[turn.style], turn.rotation is not None,
         form.has_positions, asm, pdl, num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip

@@ -47,6 +47,24 @@ def append(
         form.positions(pages)[page, token] = positions.expand(batch, length).flatten().to(torch.int32)
 
 
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    """RoPE as models apply it, in the dtype of x: `[batch, length, heads, head_dim]`, angles `[batch or 1, length, n]`.
+
+    `style` is that of `Rope`; channels beyond the angles' are left as they are.
+    """
+    if style == "half-once":
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    elif style == "interleaved-from-halves":
+        cos, sin = (part.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for part in (cos, sin))
+    turned, still = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+    if style.startswith("interleaved"):
+        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        other = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * cos[:, :, None] + other * sin[:, :, None], still), dim=-1)
+
+
 def read(
     pages: Tensor, table: Tensor, start: int, stop: int, form: PageFormat, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

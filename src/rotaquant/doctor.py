@@ -46,6 +46,8 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
     "int4_matmul": ("4-bit weights, quantized activations", "int4_matmul"),
     "int8_matmul": ("8-bit weights, quantized activations", "int8_matmul"),
     "w4a16_matmul": ("4-bit weights, float activations", "w4a16_matmul"),
+    "cache_append": ("keys and values to pages", "cache_append"),
+    "cache_attention": ("attention over pages", "cache_attention"),
     "kv_codec": ("keys and values to packed rows and back", "kv_codec"),
     "attention": ("attention over packed rows", "attention"),
 }
@@ -76,6 +78,8 @@ _LIMITS: Mapping[str, str] = {
         "for 16-bit inputs of 64 tokens or fewer; for more each call widens the whole weight, and cuBLAS multiplies; "
         "float32 models run the definition"
     ),
+    "cache_append": "for 16-bit inputs; float32 models run the definition; models store packed rows, not pages, as yet",
+    "cache_attention": "for 16-bit queries, 16 at most; models attend over packed rows, not pages, as yet",
 }
 
 _SAMPLE_ROWS = (1, 16, 64, 2048)

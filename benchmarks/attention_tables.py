@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from markdown import table
+
 Row = dict[str, Any]
 
 _TEXT = """\
@@ -32,7 +34,7 @@ def section(result: Row, device: str, measured_on: str) -> str | None:
     heads = sorted({(row["heads"], row["kv_heads"]) for row in rows}, key=lambda pair: (-pair[1], pair[0]))
     for cached in sorted({row["cached"] for row in rows}):
         lines += [f"### {cached} cached tokens", ""]
-        lines += _table(["batch", *(f"{q}/{kv} heads" for q, kv in heads)], _cells(rows, cached, heads))
+        lines += table(["batch", *(f"{q}/{kv} heads" for q, kv in heads)], _cells(rows, cached, heads))
     lines += ["### What a step appends", ""]
     lines += [
         "RoPE, rotation, quantization and the write of a step's keys and values, and RoPE and rotation of its queries,",
@@ -43,7 +45,7 @@ def section(result: Row, device: str, measured_on: str) -> str | None:
         [str(batch), *(_append_time(rows, batch, pair) for pair in heads)]
         for batch in sorted({row["batch"] for row in rows})
     ]
-    lines += _table(["batch", *(f"{q}/{kv} heads" for q, kv in heads)], appended)
+    lines += table(["batch", *(f"{q}/{kv} heads" for q, kv in heads)], appended)
     for row in result["rows"]:
         if "error" in row:
             lines.append(f"- {row['heads']}/{row['kv_heads']} heads, {row['batch']} × {row['cached']}: {row['error']}")
@@ -67,8 +69,3 @@ def _cell(row: Row | None) -> str:
 def _append_time(rows: Sequence[Row], batch: int, heads: tuple[int, int]) -> str:
     times = [row["append_us"] for row in rows if row["batch"] == batch and (row["heads"], row["kv_heads"]) == heads]
     return f"{sorted(times)[len(times) // 2]:.1f}" if times else ""
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]

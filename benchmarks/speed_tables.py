@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attention_tables
+from markdown import table
 
 Row = dict[str, Any]
 
@@ -65,11 +66,6 @@ def render(results: Path) -> str | None:
     return "\n".join([_HEAD, *found]) if found else None
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
-
-
 def _measured_on(result: Row) -> str:
     """Which versions the rows are of, a sentence."""
     runs = [result["runs"][index] for index in sorted({row["run"] for row in result["rows"]})]
@@ -101,7 +97,7 @@ def _linear(result: Row) -> str | None:
     text = _LINEAR_TEXT.format(version=f" {', '.join(versions)}" if versions else "")
     lines = [f"## Linear layers on {_device(result)}", "", text, _measured_on(result), ""]
     lines += ["Speed against others, the geometric mean over shapes and the slowest shape:", ""]
-    lines += _table(["tokens", "shapes", "", *(f"against {_IMPLEMENTATIONS[name]}" for name in _OTHERS)], _bands(cells))
+    lines += table(["tokens", "shapes", "", *(f"against {_IMPLEMENTATIONS[name]}" for name in _OTHERS)], _bands(cells))
     for m in sorted({key[0] for key in cells}):
         lines += _cells_of(cells, m)
     lines += _failures(rows, lambda row: f"{_IMPLEMENTATIONS[row['implementation']]}, {_shape(row)}, {row['m']} tokens")
@@ -148,7 +144,7 @@ def _cells_of(cells: dict[Any, Row], m: int) -> list[str]:
         size = f"{row['outputs']} × {row['inputs']}"
         lines.append([f"{model} {linear}", size, *texts, *([f"{share:.0%}" if share else ""] if few else [])])
     head = ["layer", "out × in", *(_IMPLEMENTATIONS[name] for name in names)]
-    return [f"### {m} token{'s' * (m > 1)}", "", *_table(head + ["W4A4, of a copy's speed"] * few, lines)]
+    return [f"### {m} token{'s' * (m > 1)}", "", *table(head + ["W4A4, of a copy's speed"] * few, lines)]
 
 
 def _time(row: Row | None) -> str:
@@ -190,11 +186,11 @@ def _transforms(result: Row) -> str | None:
     for name in dict.fromkeys(row["operation"] for row in rows if row["operation"] != "block"):
         mine = [row for row in rows if row["operation"] == name]
         lines += [f"### {name}", ""]
-        lines += _table(["width", "tokens", "µs", "over the floor", "unfused, µs", "faster by"], _by_width(mine))
+        lines += table(["width", "tokens", "µs", "over the floor", "unfused, µs", "faster by"], _by_width(mine))
     blocks = [row for row in rows if row["operation"] == "block"]
     if blocks:
         head = ["model", "tokens", "block, µs", "attention, µs", "beyond plain", "at most", "queries and keys"]
-        lines += ["### A block's prefill", "", _BLOCK_TEXT, *_table(head, map(_block, blocks))]
+        lines += ["### A block's prefill", "", _BLOCK_TEXT, *table(head, map(_block, blocks))]
     lines += _failures(result["rows"], lambda row: f"{row['operation']}, {row['model']}, {row['m']} tokens")
     return "\n".join(lines)
 

@@ -139,6 +139,7 @@ def test_a_window_a_mask_and_padding_see_what_they_should() -> None:
         ({"longest": 129}, "longest is 129, and the table has 2 pages"),
         ({"queries": 17}, "17 queries; it must be from 1 to 16"),
         ({"arrivals": torch.zeros(3, dtype=torch.int32)}, r"arrivals is .*int32 \[4\]"),
+        ({"mask": torch.ones(2, 1, 2, 9, dtype=torch.bool)}, r"mask is .*bool \[2, 1 or 4, 1, n\]"),
         ({"lengths": torch.ones(3, dtype=torch.int32)}, "do not meet"),
     ],
 )
@@ -156,7 +157,7 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], message: s
             arrivals,
             change.get("form", FORM),
             change.get("longest", 1),
-            Scores(scaling=1.0),
+            Scores(scaling=1.0, mask=change.get("mask")),
         )
 
 
@@ -170,8 +171,15 @@ def test_states_that_do_not_meet_are_refused_and_nothing_is_written() -> None:
             cache_append(pages, table, first, wrong, None, FORM, CLIPS, Turn())
     with pytest.raises(RotaquantError, match="needs cos and sin"):
         cache_append(pages, table, first, (query, keys, values), None, FORM, CLIPS, Turn(style="half"))
+    with pytest.raises(RotaquantError, match="no style 'halves'"):
+        cache_append(pages, table, first, (query, keys, values), None, FORM, CLIPS, Turn(style="halves"))
+    with pytest.raises(RotaquantError, match=r"rotation is \[32, 32\]"):
+        cache_append(pages, table, first, (query, keys, values), None, FORM, CLIPS, Turn(rotation=torch.eye(32)))
+    with pytest.raises(RotaquantError, match=r"first is \[1\]"):
+        cache_append(pages, table, first[:1], (query, keys, values), None, FORM, CLIPS, Turn())
     form = PageFormat(2, 64, 4, 4, has_positions=True)
+    assert torch.equal(pages, before)
     pages, table = empty_cache(form)
     with pytest.raises(RotaquantError, match="positions must be"):
         cache_append(pages, table, first, (query, keys, values), None, form, CLIPS, Turn())
-    assert not before.any()
+    assert not pages.any()

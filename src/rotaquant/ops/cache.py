@@ -149,6 +149,12 @@ def _append_fake(
         raise RotaquantError(f"query is {list(query.shape)}, which does not meet keys {list(keys.shape)}")
     if has_positions and (positions is None or positions.shape[-1] != length or positions.shape[0] not in (1, batch)):
         raise RotaquantError(f"positions must be [{batch} or 1, {length}]: the format keeps them")
+    if style not in cache_reference.ROPE_STYLES:
+        raise RotaquantError(f"RoPE has no style {style!r}; it must be one of {', '.join(cache_reference.ROPE_STYLES)}")
+    if first.shape != (batch,):
+        raise RotaquantError(f"first is {list(first.shape)}; it must be [{batch}], a slot for each sequence")
+    if rotation is not None and rotation.shape != (keys.shape[3], keys.shape[3]):
+        raise RotaquantError(f"rotation is {list(rotation.shape)}; it must be square, of {keys.shape[3]} channels")
     if (style == "none") != (cos is None) or (cos is None) != (sin is None):
         raise RotaquantError(f"RoPE of style {style!r} needs cos and sin, and no style, neither")
     return keys.new_empty(0) if query is None else query.new_empty(query.shape)
@@ -172,6 +178,12 @@ def _attention_fake(
     if arrivals.dtype != torch.int32 or arrivals.numel() < wanted:
         raise RotaquantError(
             f"arrivals is {arrivals.dtype} {list(arrivals.shape)}; it must be int32 [{wanted}] or more"
+        )
+    if mask is not None and (
+        mask.dtype != torch.bool or mask.shape[:3] not in ((batch, 1, queries), (batch, heads, queries))
+    ):
+        raise RotaquantError(
+            f"mask is {mask.dtype} {list(mask.shape)}; it must be bool [{batch}, 1 or {heads}, {queries}, n]"
         )
     if longest > table.shape[1] * PAGE_TOKENS:
         raise RotaquantError(f"longest is {longest}, and the table has {table.shape[1]} pages of {PAGE_TOKENS} tokens")

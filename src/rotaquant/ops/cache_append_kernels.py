@@ -13,16 +13,19 @@ from torch import Tensor
 
 from rotaquant.ops.cache import Turn
 from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat
+from rotaquant.ops.cache_reference import ROPE_STYLES
 from rotaquant.ops.device_features import inline_assembly, programmatic_launch
 
 _ROWS = 16
 _STRIP = 64  # channels of a row that are turned and multiplied at a time
-ROPE_STYLES = {"none": 0, "half": 1, "half-once": 2, "interleaved": 3, "interleaved-from-halves": 4}
 
 
 @triton.jit
 def _turned(x, cos, sin, c, inside, R, STYLE: tl.constexpr):
-    """Channels c of rows at x, turned by their angles and rounded where a model in their dtype rounds."""
+    """Channels c of rows at x, turned by their angles and rounded where a model in their dtype rounds.
+
+    STYLE is a place in `ROPE_STYLES`.
+    """
     values = tl.load(x + c, mask=inside, other=0.0)
     if STYLE == 0:
         return values
@@ -234,7 +237,7 @@ def append(
         *turned.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         0 if positions is None or positions.shape[0] == 1 else positions.stride(0), *angle_strides,
         _width(turn), turn.norm, *clips, head_dim, padded, PAGE_TOKENS, _ROWS, min(_STRIP, padded),
-        form.key_bits, form.value_bits, ROPE_STYLES[turn.style], turn.rotation is not None,
+        form.key_bits, form.value_bits, ROPE_STYLES.index(turn.style), turn.rotation is not None,
         form.has_positions, asm, pdl, num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -14,6 +14,9 @@ from rotaquant.ops.cache_layout import PAGE_TOKENS, PageFormat, pack_codes, unpa
 
 Clips = tuple[float, float]
 
+# How channels are paired (see `Rope`), or that they are not turned.
+ROPE_STYLES = ("none", "half", "half-once", "interleaved", "interleaved-from-halves")
+
 
 def append(
     pages: Tensor,

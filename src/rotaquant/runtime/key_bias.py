@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rotaquant.architectures import Rope
 from rotaquant.errors import RotaquantError
+from rotaquant.ops import cache_reference
 
 
 class RotaryPositions:
@@ -27,22 +27,8 @@ class RotaryPositions:
         """`[heads, head_dim]` at positions `[batch, length]` -> `[batch, heads, length, head_dim]`."""
         arguments: dict[str, Any] = {"layer_type": self._rope.layer_type} if self._rope.layer_type else {}
         cos, sin = self._rotary(x, positions, **arguments)
-        if self._rope.style == "half-once":
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        elif self._rope.style == "interleaved-from-halves":
-            cos, sin = (part.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for part in (cos, sin))
-        cos, sin = cos[:, None], sin[:, None]
-        turned, still = x[:, None].split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
-        turned = turned * cos + _quarter_turn(turned, self._rope.style) * sin
-        return torch.cat((turned, still.expand(*turned.shape[:-1], -1)), dim=-1)
-
-
-def _quarter_turn(x: Tensor, style: str) -> Tensor:
-    """Each pair of channels (a, b) becomes (-b, a)."""
-    if style.startswith("interleaved"):
-        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+        everywhere = x.expand(*positions.shape, *x.shape)
+        return cache_reference.rope(everywhere, cos, sin, self._rope.style).transpose(1, 2)
 
 
 class _RunningCall(threading.local):

@@ -48,6 +48,7 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
     "w4a16_matmul": ("4-bit weights, float activations", "w4a16_matmul"),
     "cache_append": ("keys and values to pages", "cache_append"),
     "cache_attention": ("attention over pages", "cache_attention"),
+    "cache_read": ("pages to keys and values", "cache_read"),
     "kv_codec": ("keys and values to packed rows and back", "kv_codec"),
     "attention": ("attention over packed rows", "attention"),
 }
@@ -80,6 +81,7 @@ _LIMITS: Mapping[str, str] = {
     ),
     "cache_append": "for 16-bit inputs; float32 models run the definition; models store packed rows, not pages, as yet",
     "cache_attention": "for 16-bit queries, 16 at most; models attend over packed rows, not pages, as yet",
+    "cache_read": "for 16-bit outputs; float32 models run the definition",
 }
 
 _SAMPLE_ROWS = (1, 16, 64, 2048)

@@ -26,6 +26,7 @@ from rotaquant.hadamard import factor_or_fallback
 from rotaquant.ops import (
     cache_append_kernels,
     cache_attention_kernels,
+    cache_read_kernels,
     device_features,
     product_kernels,
     quantize_kernels,
@@ -144,6 +145,11 @@ def _caches() -> Iterator[tuple[str, Callable[[], object]]]:
         first = torch.empty(2, dtype=torch.int32)
         return cache_append_kernels.append(pages, table, first, query, states, states, None, form, (1.0, 1.0), turn)
 
+    def read(head_dim: int, bits: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        form = PageFormat(8, head_dim, *bits)
+        pages, table = torch.empty(4, form.page_bytes, dtype=torch.uint8), torch.empty(2, 9, dtype=torch.int64)
+        return cache_read_kernels.read(pages, table, 5, 300, (2, 6), form, dtype)
+
     # The batches and lengths between them take every plan.
     for (batch, tokens), queries in itertools.product(
         ((1, 2048), (16, 8192), (64, 512), (64, 8192), (256, 512)), (1, 16)
@@ -153,6 +159,8 @@ def _caches() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"cache {head_dim} {bits}", partial(attend, 1, 8192, head_dim, bits, 1, F16)
     for head_dim, bits in itertools.product((80, 256), ((4, 4), (2, 3), (8, 8))):
         yield f"append {head_dim} {bits}", partial(append, head_dim, bits, BF16)
+    for head_dim, bits in itertools.product((64, 72, 80, 128), ((4, 4), (2, 3), (8, 8))):
+        yield f"read {head_dim} {bits}", partial(read, head_dim, bits, BF16 if head_dim > 64 else F16)
 
 
 def _say(line: dict[str, Any]) -> None:

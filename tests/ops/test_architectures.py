@@ -21,7 +21,7 @@ from rotaquant.ops.device_features import shared_memory
 from rotaquant.ops.dispatch import CAPABILITIES, Capability
 
 KERNELS = {"_product_tile", "product_sliced", "product_single", "_quantize_rows", "_rmsnorm_quantize", "_rotate"}
-KERNELS |= {"product_tile", "to_planes", "_widen", "_append", "_attend"}
+KERNELS |= {"product_tile", "to_planes", "_widen", "_append", "_attend", "_read"}
 # Rows that want more than the 99 KiB of these devices.
 SMALL = {(8, 6), (8, 9), (12, 0)}
 WIDE_ROTATIONS = {"8960", "11008", "17920", "18944", "25600", "27648", "28672"}

@@ -19,6 +19,7 @@ from rotaquant.ops.library import LIBRARY, register
 
 MOST_QUERIES = 16
 WIDEST_HEAD = 256
+_READ_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _FORMAT = "int kv_heads, int key_bits, int value_bits, bool has_positions"
 LIBRARY.define(
@@ -29,6 +30,10 @@ LIBRARY.define(
 LIBRARY.define(
     "cache_attention(Tensor query, Tensor pages, Tensor table, Tensor lengths, Tensor(a!) arrivals, Tensor? mask,"
     f" Tensor? sinks, {_FORMAT}, int longest, float scaling, int? window, float? softcap, int mask_first) -> Tensor"
+)
+LIBRARY.define(
+    "cache_read(Tensor pages, Tensor table, SymInt start, SymInt stop, int first_head, int end_head,"
+    f" {_FORMAT}, int head_dim, ScalarType dtype) -> (Tensor, Tensor)"
 )
 
 
@@ -105,6 +110,26 @@ def cache_attention(
         query, pages, table, lengths, arrivals, scores.mask, scores.sinks,
         form.kv_heads, form.key_bits, form.value_bits, form.has_positions,
         longest, scores.scaling, scores.window, scores.softcap, scores.mask_first,
+    )  # fmt: skip
+
+
+def cache_read(
+    pages: Tensor,
+    table: Tensor,
+    start: int,
+    stop: int,
+    heads: tuple[int, int],
+    form: PageFormat,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values in slots `start` to `stop` of sequences, each `[batch, heads, stop - start, head_dim]`.
+
+    `heads` is the first key/value head and the one after the last. A row of `table` is a sequence; where it has no
+    page, and in slots that were never written, what comes back means nothing.
+    """
+    return torch.ops.rotaquant.cache_read(
+        pages, table, start, stop, *heads, form.kv_heads, form.key_bits, form.value_bits, form.has_positions,
+        form.head_dim, dtype,
     )  # fmt: skip
 
 
@@ -190,11 +215,42 @@ def _attention_fake(
     return query.new_empty(query.shape)
 
 
+def _readable(
+    pages: Tensor, table: Tensor, start: int, stop: int, heads: tuple[int, int], form: PageFormat, dtype: torch.dtype
+) -> None:
+    _format(pages, table, form.head_dim, form.kv_heads, form.key_bits, form.value_bits, form.has_positions)
+    if dtype not in _READ_DTYPES:
+        raise RotaquantError(f"dtype is {dtype}; it must be one of {', '.join(map(str, _READ_DTYPES))}")
+    if not 0 <= start <= stop <= table.shape[1] * PAGE_TOKENS:
+        raise RotaquantError(
+            f"slots {start} to {stop} cannot be read; they must be in order, from 0 to"
+            f" {table.shape[1] * PAGE_TOKENS}: the table has {table.shape[1]} pages of {PAGE_TOKENS} tokens"
+        )
+    if not 0 <= heads[0] <= heads[1] <= form.kv_heads:
+        raise RotaquantError(
+            f"heads {heads[0]} to {heads[1]} cannot be read; they must be in order, from 0 to {form.kv_heads}"
+        )
+
+
+def _read_fake(
+    pages: Tensor, table: Tensor, start: int, stop: int, first_head: int, end_head: int, kv_heads: int,
+    key_bits: int, value_bits: int, has_positions: bool, head_dim: int, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    form = PageFormat(kv_heads, head_dim, key_bits, value_bits, has_positions)
+    _readable(pages, table, start, stop, (first_head, end_head), form, dtype)
+    shape = table.shape[0], end_head - first_head, stop - start, head_dim
+    return pages.new_empty(shape, dtype=dtype), pages.new_empty(shape, dtype=dtype)
+
+
 # --- the definitions, and the kernels ----------------------------------------------------------------------------
 
 
 def _by_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.element_size() == 2
+
+
+def _reads_by_kernel(pages: Tensor, dtype: torch.dtype) -> bool:
+    return pages.is_cuda and dtype.itemsize == 2
 
 
 def _append(
@@ -257,5 +313,20 @@ def _attention(
     return out.contiguous()
 
 
+def _read(
+    pages: Tensor, table: Tensor, start: int, stop: int, first_head: int, end_head: int, kv_heads: int,
+    key_bits: int, value_bits: int, has_positions: bool, head_dim: int, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    form, heads = PageFormat(kv_heads, head_dim, key_bits, value_bits, has_positions), (first_head, end_head)
+    _readable(pages, table, start, stop, heads, form, dtype)
+    if _reads_by_kernel(pages, dtype):
+        from rotaquant.ops import cache_read_kernels
+
+        return cache_read_kernels.read(pages, table, start, stop, heads, form, dtype)
+    keys, values = cache_reference.read(pages, table, start, stop, form, dtype, heads)
+    return keys.contiguous(), values.contiguous()
+
+
 register("cache_append", _append, _append_fake)
 register("cache_attention", _attention, _attention_fake)
+register("cache_read", _read, _read_fake)

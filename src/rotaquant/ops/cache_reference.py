@@ -69,11 +69,22 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 
 def read(
-    pages: Tensor, table: Tensor, start: int, stop: int, form: PageFormat, dtype: torch.dtype
+    pages: Tensor,
+    table: Tensor,
+    start: int,
+    stop: int,
+    form: PageFormat,
+    dtype: torch.dtype,
+    heads: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values in slots `start` to `stop` of every sequence, `[batch, kv_heads, stop - start, head_dim]`."""
+    """Keys and values in slots `start` to `stop` of every sequence, `[batch, heads, stop - start, head_dim]`.
+
+    `heads` is the first key/value head and the one after the last; all of them without.
+    """
     page, token = _places(table, start, stop, form)
-    key_codes, value_codes, key_parameters, value_parameters = form.split(pages)
+    # What is not asked for is not gathered.
+    held_heads = [part[:, slice(*(heads or (0, form.kv_heads)))] for part in form.split(pages)]
+    key_codes, value_codes, key_parameters, value_parameters = held_heads
     sides = ((key_codes, key_parameters, form.key_bits), (value_codes, value_parameters, form.value_bits))
     out = []
     for held, parameters, bits in sides:

@@ -49,7 +49,7 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
     "cache_append": ("keys and values to pages", "cache_append"),
     "cache_attention": ("attention over pages", "cache_attention"),
     "cache_read": ("pages to keys and values", "cache_read"),
-    "kv_codec": ("keys and values to packed rows and back", "kv_codec"),
+    "kv_codec": ("packed rows, where pages cannot be", "kv_codec"),
     "attention": ("attention over packed rows", "attention"),
 }
 
@@ -79,8 +79,10 @@ _LIMITS: Mapping[str, str] = {
         "for 16-bit inputs of 64 tokens or fewer; for more each call widens the whole weight, and cuBLAS multiplies; "
         "float32 models run the definition"
     ),
-    "cache_append": "for 16-bit inputs; float32 models run the definition; models store packed rows, not pages, as yet",
-    "cache_attention": "for 16-bit queries, 16 at most; models attend over packed rows, not pages, as yet",
+    "cache_append": (
+        "for 16-bit inputs; float32 models run the definition; group scales and dense rotations take packed rows"
+    ),
+    "cache_attention": "for 16-bit queries, 16 at most; more attend over keys and values that cache_read gives",
     "cache_read": "for 16-bit outputs; float32 models run the definition",
 }
 

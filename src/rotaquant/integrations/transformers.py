@@ -78,7 +78,10 @@ class RotaquantQuantizer(HfQuantizer):  # type: ignore[misc]
         for module in model.modules():
             codec = getattr(module, "kv_codec", None)
             if isinstance(codec, LayerCodec) and codec.query_key is not None:
-                codec.prepare(next(iter(module.state_dict().values())).device)
+                device = next(iter(module.state_dict().values())).device
+                codec.prepare(device)
+                if codec.is_paged:
+                    codec.turn(device, model.dtype)
             if isinstance(module, QuantizedLinear):
                 module.prepare(module.weight.device)
                 module.lay_out()

@@ -18,10 +18,14 @@ from rotaquant.architectures import Architecture, Block
 from rotaquant.errors import RotaquantError
 from rotaquant.ops import reference
 from rotaquant.recipe import IntFormat
-from rotaquant.runtime.cache import PackedRows, adopt, can_adopt
+from rotaquant.runtime.cache import PackedCache, adopt, can_adopt, take_over
+from rotaquant.runtime.growing_layer import GrowingLayer
 from rotaquant.runtime.key_bias import RotaryPositions, note_positions
 from rotaquant.runtime.kv_codec import LayerCodec, RowCodec
 from rotaquant.runtime.layout import ModelLayout
+from rotaquant.runtime.packed_layer import NewTokens, PackedLayer
+from rotaquant.runtime.page_group import PageGroup
+from rotaquant.runtime.paged_attention import Bias, Call, attend, attend_apart
 from rotaquant.runtime.structure import key_bias
 
 logger = logging.getLogger(__name__)
@@ -30,22 +34,77 @@ ATTENTION_NAME = "rotaquant"
 
 
 def quantized_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention of `query` `[batch, heads, length, head_dim]` over keys and values as the cache stores them.
 
-    Keys and values are rows of a packed cache, or float (no cache, or a cache of another kind), which pass
-    through the same codec: both give the same numbers. A bias that is kept out of the keys is added here.
+    `key` and `value` are what a packed cache's `update` gave: tokens on their way into its pages, or rows. Or they are
+    float (no cache, or a cache of another kind), and are stored for the time of the call: both give the same numbers.
     """
     codec = module.kv_codec
     assert isinstance(codec, LayerCodec)
     with torch.autocast(query.device.type, enabled=False):
+        if isinstance(key, NewTokens):
+            return attend(query, key, _call(module, query, key, attention_mask, **kwargs)), None
+        if key.dtype != torch.uint8 and codec.is_paged:
+            return _attend_once(module, query, (key, value), attention_mask, **kwargs), None
         if key.dtype != torch.uint8:
             key, value = codec.encode(key, value)
         keys, values = codec.decode(key, value, query.dtype)
         keys = _with_bias(module, codec, key, keys)
-        output = _attend(module, codec.rotate(query), (keys, values), attention_mask, **kwargs)
-    return output, None
+        return _attend_to_rows(module, codec.rotate(query), (keys, values), attention_mask, **kwargs), None
+
+
+def _call(module: nn.Module, query: Tensor, tokens: NewTokens, mask: Tensor | None, **kwargs: Any) -> Call:
+    softcap, sinks, given = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("is_causal")
+    says = [getattr(module, "is_causal", True), getattr(getattr(module, "config", None), "is_causal", True), given]
+    is_causal = given is not False
+    if softcap is None and sinks is None and given is None:
+        # Of eager attention, the only stock one for the others, what a module says of itself does not count.
+        is_causal = getattr(module, "is_causal", True)
+    return Call(
+        scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
+        softcap=softcap,
+        sinks=sinks,
+        mask=mask,
+        is_causal=is_causal,
+        may_look_ahead=any(said is False for said in says),
+        bias=_bias(module, tokens.layer, changes_nothing=softcap is None and sinks is None),
+    )
+
+
+def _attend_once(
+    module: nn.Module, query: Tensor, states: tuple[Tensor, Tensor], mask: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """Attention over float keys and values, which are stored in pages for its time alone."""
+    codec: Any = module.kv_codec
+    keys, values = states
+    if mask is None and 1 < query.shape[2] < keys.shape[2]:
+        # The first tokens of a preallocated cache, whose other slots are not there yet.
+        keys, values = keys[:, :, : query.shape[2]], values[:, :, : query.shape[2]]
+    tokens, _ = GrowingLayer(codec, PageGroup()).update(keys, values)
+    call = _call(module, query, tokens, mask, **kwargs)
+    return (attend if query.shape[2] == keys.shape[2] else attend_apart)(query, tokens, call)
+
+
+def _bias(module: nn.Module, layer: PackedLayer, changes_nothing: bool) -> Bias | None:
+    """What a layer's stored keys lack, if a bias is kept out of them and counts.
+
+    Where no position turns it, it adds one number to all scores of a query, which alone `changes_nothing`.
+    """
+    bias = key_bias(module)
+    rotary = module.rotary_positions if bias is not None else None
+    if bias is None or (rotary is None and changes_nothing):
+        return None
+
+    def added(heads: tuple[int, int], start: int, stop: int) -> Tensor:
+        by_head = bias.view(layer.form.kv_heads, -1)[slice(*heads)].to(reference.compute_dtype(layer.dtype))
+        if rotary is None:
+            return by_head[None, :, None]
+        assert isinstance(rotary, RotaryPositions)
+        return rotary.rotate(by_head, layer.positions(start, stop))
+
+    return added
 
 
 def _with_bias(module: nn.Module, codec: LayerCodec, rows: Tensor, keys: Tensor) -> Tensor:
@@ -62,7 +121,7 @@ def _with_bias(module: nn.Module, codec: LayerCodec, rows: Tensor, keys: Tensor)
     return keys + codec.rotate(shared).to(keys.dtype)
 
 
-def _attend(
+def _attend_to_rows(
     module: nn.Module, query: Tensor, stored: tuple[Tensor, Tensor], mask: Tensor | None, **kwargs: Any
 ) -> Tensor:
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
@@ -169,26 +228,15 @@ class _CacheSupply:
             cache = DynamicCache(config=decoder.config)
             kwargs[self.name] = cache
         if can_adopt(cache):
-            adopt(cache, self.codecs)
-        elif isinstance(cache, PackedRows):
-            self._take_over(cache)
+            adopt(cache, self.codecs, decoder.config.max_position_embeddings)
+        elif isinstance(cache, PackedCache):
+            take_over(cache, self.codecs)
         else:
             _warn_once(
                 f"{type(cache).__name__} keeps keys and values in float and has them quantized anew at every step: "
                 "right, but slow and large. Pass no cache, or an empty DynamicCache or StaticCache, to pack them."
             )
         return args, kwargs
-
-    def _take_over(self, cache: PackedRows) -> None:
-        """Let a packed cache that was copied, or filled by another load of the model, go on in this model."""
-        if cache.codecs is self.codecs:
-            return
-        if list(cache.codecs) != list(self.codecs):
-            raise RotaquantError(
-                "the cache was filled by a model that stores keys and values in another format: pass no cache, or an "
-                "empty DynamicCache or StaticCache"
-            )
-        cache.codecs = self.codecs
 
 
 _warned: set[str] = set()

@@ -1,7 +1,8 @@
-"""How one token's key or value of one head is stored: a row of bytes.
+"""How the keys and values of a layer are stored: in pages where its format allows, else as rows of bytes.
 
-A row is the packed codes, then per group an fp16 scale and an fp16 lowest value, padded to a multiple of four bytes.
-Rows are plain uint8 tensors, so that transformers' stock cache layers concatenate, crop and reorder them.
+A row is one token's key or value of one head: the packed codes, then per group an fp16 scale and an fp16 lowest value,
+padded to a multiple of four bytes. Rows are plain uint8 tensors, so that transformers' stock cache layers concatenate,
+crop and reorder them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rotaquant.hadamard import Factorisation, base_matrix
+from rotaquant.hadamard import Factorisation, base_matrix, transform_matrix
 from rotaquant.ops import packing, reference
+from rotaquant.ops.cache import WIDEST_HEAD, Turn
+from rotaquant.ops.cache_layout import HEAD_UNIT, PageFormat
 from rotaquant.recipe import IntFormat
 from rotaquant.runtime.key_bias import take_positions
 
@@ -66,8 +69,8 @@ class RowCodec:
 class LayerCodec:
     """The cache format of one layer: keys are rotated by `query_key` before they are stored, values come rotated.
 
-    With `stores_positions` a key's row ends in its token's position (int32): what is left out of keys depends on it,
-    and in the row it follows the token through padding, windows, cropping and reordering.
+    With `stores_positions` every token's position (int32) is stored beside its key: what is left out of keys depends
+    on it, and there it follows the token through padding, windows, cropping and reordering.
     """
 
     keys: RowCodec
@@ -75,6 +78,48 @@ class LayerCodec:
     query_key: Factorisation | None
     stores_positions: bool = False
     _bases: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _turns: dict[tuple[torch.device, torch.dtype], Turn] = field(default_factory=dict, compare=False, repr=False)
+
+    def page_format(self, kv_heads: int) -> PageFormat | None:
+        """The format of the layer's pages; `None` where they cannot hold it: groups, floats, other heads."""
+        if self.keys.fmt is None or self.values.fmt is None:
+            return None
+        sides = [(side.head_dim, side.fmt.group_size or side.head_dim) for side in (self.keys, self.values) if side.fmt]
+        head_dim = self.keys.head_dim
+        if sides != [(head_dim, head_dim)] * 2 or head_dim % HEAD_UNIT or head_dim > WIDEST_HEAD:
+            return None
+        if self.query_key is not None and self.query_key.seed is not None:
+            return None  # a dense base is not made of small integers
+        return PageFormat(kv_heads, head_dim, self.keys.fmt.bits, self.values.fmt.bits, self.stores_positions)
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether pages can hold the format, however many heads there are."""
+        return self.page_format(1) is not None
+
+    @property
+    def clips(self) -> tuple[float, float]:
+        """The clip ratios of keys and values."""
+        assert self.keys.fmt is not None
+        assert self.values.fmt is not None
+        clips = self.keys.fmt.clip_ratio, self.values.fmt.clip_ratio
+        assert isinstance(clips[0], float)
+        assert isinstance(clips[1], float)
+        return clips[0], clips[1]
+
+    def turn(self, device: torch.device, dtype: torch.dtype) -> Turn:
+        """The rotation of queries and keys after RoPE as `cache_append` takes it, made once."""
+        if (device, dtype) not in self._turns:
+            self._turns[device, dtype] = self._turn(device, dtype)
+        return self._turns[device, dtype]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _turn(self, device: torch.device, dtype: torch.dtype) -> Turn:
+        if self.query_key is None:
+            return Turn()
+        norm = (self.query_key.blocks / self.query_key.size) ** 0.5
+        signs = (transform_matrix(self.query_key) / norm).round()
+        return Turn(rotation=signs.to(device, dtype), norm=norm)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Queries or keys after RoPE in the frame in which keys are stored, `[..., head_dim]`."""

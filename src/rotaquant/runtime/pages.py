@@ -89,6 +89,10 @@ class LayerPages:
         self._epoch = sequences.epoch
         return self._table
 
+    def positions(self) -> Tensor:
+        """The positions of the tokens in all pages, int32 `[ids, tokens]`; formats without them have none."""
+        return torch.cat([self.form.positions(slab) for slab in self._slabs])
+
     def to_host(self) -> None:
         """Move all pages to the CPU, where they are one slab."""
         self._move(torch.device("cpu"), is_away=True)

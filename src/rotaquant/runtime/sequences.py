@@ -67,6 +67,11 @@ class Sequences:
         return self._shortest + self._since
 
     @property
+    def first(self) -> int:
+        """The first slot from which on all sequences have their pages; 0 where nothing was dropped."""
+        return int(self._dropped.max(initial=0)) * PAGE_TOKENS
+
+    @property
     def total(self) -> int:
         """The number of page ids for which layers need memory; ids are below it."""
         return len(self._references)
